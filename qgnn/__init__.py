@@ -1,0 +1,14 @@
+"""qgnn: training of PyTorch Geometric models in int8, on Triton kernels.
+
+Importing this package loads neither Triton nor a compiler; the first call on a CUDA tensor does.
+"""
+
+from qgnn import data, formats, functional, nn, rng
+from qgnn.config import QConfig
+from qgnn.graph import Graph
+from qgnn.qtensor import QTensor
+from qgnn.trace import trace
+
+__version__ = "0.1.0"
+
+__all__ = ["Graph", "QConfig", "QTensor", "__version__", "data", "formats", "functional", "nn", "rng", "trace"]

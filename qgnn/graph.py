@@ -1,0 +1,349 @@
+"""Graph: the edges of a graph, sorted once for everything that aggregates over them.
+
+Kernels walk edges by target (CSR) in the forward pass and by source (CSC) in the backward pass. Both orders and the
+permutation between them are built once and kept in a weak cache, keyed by the tensor that a model passes in and its
+version: a changed or replaced tensor is never served the old graph, and a dropped one frees its entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+from torch_geometric import EdgeIndex
+from torch_geometric.typing import SparseTensor
+from torch_geometric.utils import is_torch_sparse_tensor, to_edge_index
+
+__all__ = ["Adjacency", "Graph"]
+
+_T = TypeVar("_T")
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Adjacency:
+    """Edges sorted by one end.
+
+    Args:
+        indptr: First edge of each row, ``[N + 1]``.
+        index: The other end of each edge, ``[E]``.
+        order: Where each edge stood before the sort, ``[E]``: in the given edges for CSR, in CSR for CSC.
+    """
+
+    indptr: Tensor
+    index: Tensor
+    order: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self.indptr.shape[0] - 1
+
+    def to(self, device: torch.device | str) -> Adjacency:
+        """The same edges on another device."""
+        return Adjacency(self.indptr.to(device), self.index.to(device), self.order.to(device))
+
+
+def _sort_by(row: Tensor, index: Tensor, num_rows: int) -> Adjacency:
+    """Stable sort of edges by ``row``: edges of a row keep their order, so sums are the same from run to run."""
+    sorted_row, order = torch.sort(row, stable=True)
+    bounds = torch.arange(num_rows + 1, device=row.device, dtype=row.dtype)
+    indptr = torch.searchsorted(sorted_row, bounds)
+    return Adjacency(indptr.to(row.dtype), index.index_select(0, order), order.to(row.dtype))
+
+
+class Graph:
+    """Edges of a graph from sources to targets, ready for aggregation.
+
+    Build one with :meth:`from_edge_index` or :meth:`from_adjacency`; every layer and function accepts it in place of an
+    ``edge_index``. Multi-edges and self-loops are kept as they are.
+
+    Args:
+        csr: Edges sorted by target.
+        num_sources: Number of source nodes.
+        weight: Edge weights in CSR order, constants of the graph; ``None`` means all ones.
+    """
+
+    def __init__(self, csr: Adjacency, num_sources: int, weight: Tensor | None = None) -> None:
+        self.csr = csr
+        self.num_sources = num_sources
+        self.weight = weight
+        self._csc: Adjacency | None = None
+        self._weight_t: Tensor | None = None
+        self._mean_factor: Tensor | None = None
+
+    @staticmethod
+    def from_edge_index(
+        edge_index: Tensor, num_nodes: int | tuple[int, int], edge_weight: Tensor | None = None
+    ) -> Graph:
+        """Build a graph from COO edges. Not cached: keep the result, or pass the ``edge_index`` itself to a layer.
+
+        Args:
+            edge_index: Sources in the first row, targets in the second.
+            num_nodes: Number of nodes, or ``(num_sources, num_targets)`` of a bipartite graph.
+            edge_weight: Constant edge weights; pass weights that need a gradient to the layer instead.
+
+        Shapes:
+            - **input:** ``edge_index [2, E]`` integer, ``edge_weight [E]`` or ``[E, 1]`` float
+
+        Raises:
+            ValueError: If ``edge_index`` is no integer tensor of shape ``[2, E]``, or points outside the nodes.
+
+        Example:
+            >>> graph = qgnn.Graph.from_edge_index(torch.tensor([[0, 1, 2], [1, 2, 0]]), num_nodes=3)
+        """
+        edge_index = _plain(edge_index)
+        num_sources, num_targets = (num_nodes, num_nodes) if isinstance(num_nodes, int) else num_nodes
+        check_edge_index(edge_index, num_sources, num_targets)
+        if max(num_sources, num_targets, edge_index.shape[1]) <= _INT32_MAX:
+            edge_index = edge_index.to(torch.int32)
+        source, target = edge_index[0], edge_index[1]
+        graph = Graph(_sort_by(target, source, num_targets), num_sources)
+        if edge_weight is None:
+            return graph
+        return graph.with_weight(graph.to_csr_order(check_edge_weight(edge_weight, graph.num_edges)).detach())
+
+    @staticmethod
+    def from_adjacency(adjacency: Any, num_nodes: int | tuple[int, int], edge_weight: Tensor | None = None) -> Graph:
+        """Build a graph from whatever PyG takes as edges.
+
+        Args:
+            adjacency: ``edge_index``, :class:`torch_geometric.EdgeIndex`, a sparse torch matrix or a
+                ``torch_sparse.SparseTensor``; matrices are transposed as in PyG, with a row for each target.
+            num_nodes: Number of nodes, or ``(num_sources, num_targets)``.
+            edge_weight: Constant edge weights, in the order of the edges.
+        """
+        if isinstance(adjacency, Graph):
+            return adjacency if edge_weight is None else adjacency.with_weight(adjacency.to_csr_order(edge_weight))
+        edge_index, value = to_edges(adjacency)
+        return Graph.from_edge_index(edge_index, num_nodes, edge_weight if value is None else value)
+
+    @property
+    def num_targets(self) -> int:
+        """Number of target nodes."""
+        return self.csr.num_rows
+
+    @property
+    def num_edges(self) -> int:
+        """Number of edges, each direction and each copy counted."""
+        return self.csr.index.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the edges."""
+        return self.csr.index.device
+
+    @property
+    def csc(self) -> Adjacency:
+        """Edges sorted by source: the transposed graph. Built at first use."""
+        if self._csc is None:
+            self._csc = _sort_by(self.csr.index, self._target(), self.num_sources)
+        return self._csc
+
+    @property
+    def weight_t(self) -> Tensor | None:
+        """Edge weights in the order of :attr:`csc`."""
+        if self.weight is not None and self._weight_t is None:
+            self._weight_t = self.weight.index_select(0, self.csc.order)
+        return self._weight_t
+
+    @property
+    def mean_factor(self) -> Tensor:
+        """``1 / max(1, in-degree)`` of each target, fp32 ``[num_targets]``."""
+        if self._mean_factor is None:
+            self._mean_factor = self.csr.indptr.diff().clamp_min(1).float().reciprocal()
+        return self._mean_factor
+
+    def to_csr_order(self, edge_values: Tensor) -> Tensor:
+        """Values of the given edges, in CSR order (differentiable)."""
+        return edge_values.index_select(0, self.csr.order)
+
+    def with_weight(self, weight: Tensor | None) -> Graph:
+        """The same edges with constant weights in CSR order."""
+        graph = Graph(self.csr, self.num_sources, weight)
+        graph._csc, graph._mean_factor = self._csc, self._mean_factor
+        return graph
+
+    def edge_index(self) -> Tensor:
+        """The edges as int64 COO, ``[2, E]``, in CSR order."""
+        return torch.stack([self.csr.index.long(), self._target().long()])
+
+    def _target(self) -> Tensor:
+        node = torch.arange(self.num_targets, dtype=self.csr.index.dtype, device=self.device)
+        return torch.repeat_interleave(node, self.csr.indptr.diff(), output_size=self.num_edges)
+
+    def to(self, device: torch.device | str) -> Graph:
+        """The graph on another device."""
+        moved = Graph(self.csr.to(device), self.num_sources, None if self.weight is None else self.weight.to(device))
+        moved._csc = None if self._csc is None else self._csc.to(device)
+        return moved
+
+    def __repr__(self) -> str:
+        weighted = ", weighted" if self.weight is not None else ""
+        return f"Graph({self.num_sources} -> {self.num_targets} nodes, {self.num_edges} edges{weighted})"
+
+
+def _plain(edge_index: Any) -> Any:
+    return edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index
+
+
+def check_edge_index(edge_index: Any, num_sources: int, num_targets: int) -> None:
+    """Raise unless ``edge_index`` is an integer tensor ``[2, E]`` whose entries are nodes."""
+    if not isinstance(edge_index, Tensor):
+        raise TypeError(
+            f"'edge_index' expects a tensor, EdgeIndex, sparse matrix or Graph (got {type(edge_index).__name__})"
+        )
+    if edge_index.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"'edge_index' expects torch.int64 node indices (got {edge_index.dtype}); "
+            f"convert it with 'edge_index.long()' (an empty one: torch.empty(2, 0, dtype=torch.long))"
+        )
+    if edge_index.dim() != 2 or edge_index.shape[0] != 2:
+        transposed = edge_index.dim() == 2 and edge_index.shape[1] == 2
+        hint = "; it looks transposed: pass 'edge_index.t().contiguous()'" if transposed else ""
+        raise ValueError(f"'edge_index' expects the shape [2, E] (got {list(edge_index.shape)}){hint}")
+    if edge_index.shape[1] == 0:
+        return
+    sizes = torch.tensor([[num_sources], [num_targets]], device=edge_index.device)
+    if torch.compiler.is_compiling():
+        inside = ((edge_index >= 0) & (edge_index < sizes)).all()
+        torch._assert_async(inside, "'edge_index' points outside the nodes")
+        return
+    low, high = torch.aminmax(edge_index, dim=1)
+    for row, name, size in ((0, "source", num_sources), (1, "target", num_targets)):
+        if int(low[row]) < 0 or int(high[row]) >= size:
+            worst = int(low[row]) if int(low[row]) < 0 else int(high[row])
+            raise ValueError(
+                f"'edge_index' expects {name} indices from 0 to {size - 1} (got {worst}); "
+                f"check that 'x' has a row for every node ({size} rows)"
+            )
+
+
+def check_edge_weight(edge_weight: Tensor, num_edges: int) -> Tensor:
+    """Edge weights as a float vector ``[E]``; a column ``[E, 1]`` is accepted."""
+    if not edge_weight.is_floating_point():
+        raise ValueError(f"'edge_weight' expects a floating-point tensor (got {edge_weight.dtype})")
+    if edge_weight.dim() == 2 and edge_weight.shape[1] == 1:
+        edge_weight = edge_weight.squeeze(1)
+    if edge_weight.dim() != 1 or edge_weight.shape[0] != num_edges:
+        raise ValueError(f"'edge_weight' expects one value an edge, [{num_edges}] (got {list(edge_weight.shape)})")
+    return edge_weight
+
+
+def kind_of(adjacency: Any) -> str:
+    """``"graph"``, ``"torch_sparse"``, ``"sparse matrix"`` or ``"edge_index"``."""
+    if isinstance(adjacency, Graph):
+        return "graph"
+    if isinstance(adjacency, SparseTensor):
+        return "torch_sparse"
+    return "sparse matrix" if is_torch_sparse_tensor(adjacency) else "edge_index"
+
+
+def to_edges(adjacency: Any) -> tuple[Any, Tensor | None]:
+    """``(edge_index, values or None)`` of anything that is taken as edges; a matrix has a row for each target."""
+    kind = kind_of(adjacency)
+    if kind == "graph":
+        return adjacency.edge_index(), adjacency.weight
+    if kind == "edge_index":
+        return _plain(adjacency), None
+    matrix_index, value = to_edge_index(adjacency)
+    return matrix_index.flip(0), value
+
+
+def check_edges(adjacency: Any, num_nodes: int) -> bool:
+    """Raise unless ``adjacency`` holds edges among ``num_nodes`` nodes."""
+    if isinstance(adjacency, Graph):
+        check_num_nodes(adjacency, num_nodes, num_nodes)
+    else:
+        check_edge_index(to_edges(adjacency)[0], num_nodes, num_nodes)
+    return True
+
+
+def check_num_nodes(graph: Graph, num_sources: int, num_targets: int) -> None:
+    """Raise unless ``graph`` has that many nodes."""
+    if (graph.num_sources, graph.num_targets) != (num_sources, num_targets):
+        raise ValueError(
+            f"'graph' has {graph.num_sources} source and {graph.num_targets} target nodes (expected {num_sources} and "
+            f"{num_targets}, from 'x'); build it with the number of rows of 'x'"
+        )
+
+
+def needs_weight_grad(adjacency: Any, edge_weight: Tensor | None) -> bool:
+    """Whether edge weights, given beside the edges or within them, need a gradient."""
+    return any(t.requires_grad for t in (*_tensors(adjacency), edge_weight) if t is not None)
+
+
+@dataclass
+class _Entry:
+    others: tuple[Any, ...]  # weak references to the other tensors that the value was made from
+    versions: tuple[int, ...]
+    value: Any
+
+    def holds(self, others: tuple[Tensor, ...]) -> bool:
+        return all(other() is t for other, t in zip(self.others, others, strict=True))
+
+
+_cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _tensors(adjacency: Any) -> tuple[Any, ...]:
+    """The tensors that hold the edges, an index first."""
+    kind = kind_of(adjacency)
+    if kind == "graph":
+        return (adjacency.csr.index, *(() if adjacency.weight is None else (adjacency.weight,)))
+    if kind == "torch_sparse":
+        value = adjacency.storage.value()
+        return (adjacency.storage.col(), *(() if value is None else (value,)))
+    return (adjacency,)
+
+
+def _anchors(adjacency: Any, edge_weight: Tensor | None) -> tuple[Tensor, ...] | None:
+    """Tensors that identify the input, or ``None`` if it cannot be cached."""
+    tensors = (*_tensors(adjacency), *(() if edge_weight is None else (edge_weight,)))
+    if torch.compiler.is_compiling() or not all(isinstance(t, Tensor) for t in tensors):
+        return None
+    uncacheable = any(t.is_inference() or (t.requires_grad and t.is_floating_point()) for t in tensors)
+    return None if uncacheable else tensors
+
+
+def cached(adjacency: Any, edge_weight: Tensor | None, key: Hashable, build: Callable[[], _T]) -> _T:
+    """``build()``, remembered as long as the tensors it was made from live unchanged.
+
+    Args:
+        adjacency: Edges in any accepted form.
+        edge_weight: Edge weights, if any. Weights that need a gradient are never cached.
+        key: What else the result depends on.
+        build: Makes the result; it must not hold on to the given tensors themselves.
+    """
+    tensors = _anchors(adjacency, edge_weight)
+    if tensors is None:
+        return build()
+    versions = tuple(t._version for t in tensors)
+    entries = _cache.setdefault(tensors[0], {})
+    full_key = (key, tuple(id(t) for t in tensors[1:]))
+    entry = entries.get(full_key)
+    if entry is not None and entry.versions == versions and entry.holds(tensors[1:]):
+        return entry.value
+    for stale in [k for k, e in entries.items() if e.versions[0] != versions[0] or any(o() is None for o in e.others)]:
+        del entries[stale]
+    value = build()
+    entries[full_key] = _Entry(tuple(ref(t) for t in tensors[1:]), versions, value)
+    return value
+
+
+def as_graph(adjacency: Any, num_nodes: int | tuple[int, int], edge_weight: Tensor | None = None) -> Graph:
+    """The graph of ``adjacency``: itself if it is one, else built once and then served from the weak cache.
+
+    A given :class:`Graph` must fit ``num_nodes``.
+    """
+    if isinstance(adjacency, Graph):
+        check_num_nodes(adjacency, *((num_nodes, num_nodes) if isinstance(num_nodes, int) else num_nodes))
+        return Graph.from_adjacency(adjacency, num_nodes, edge_weight)
+    return cached(
+        adjacency, edge_weight, ("graph", num_nodes), lambda: Graph.from_adjacency(adjacency, num_nodes, edge_weight)
+    )

@@ -1,0 +1,6 @@
+"""Quantized layers: PyG's, with a Q in front and a ``config``."""
+
+from qgnn.nn.gcn_conv import QGCNConv
+from qgnn.nn.linear import QLinear
+
+__all__ = ["QGCNConv", "QLinear"]

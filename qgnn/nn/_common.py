@@ -1,0 +1,51 @@
+"""What all layers share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.nn.dense.linear import Linear
+
+from qgnn.config import QConfig
+from qgnn.qtensor import QTensor
+
+_MESSAGE_HOOKS = [
+    f"_{stage}_forward_{kind}"
+    for stage in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+    for kind in ("pre_hooks", "hooks")
+]
+
+
+@lru_cache(maxsize=64)
+def _nearest(config: QConfig) -> QConfig:
+    return replace(config, fmt=None, rounding="nearest")
+
+
+def active_config(module: nn.Module, config: QConfig | None) -> QConfig | None:
+    """The config of this call: a layer in eval mode rounds to nearest."""
+    return config if config is None or module.training else _nearest(config)
+
+
+def initialize_lazy(linear: Linear, x: Tensor | QTensor) -> None:
+    """Give a weight of unknown input width its shape, as the linear module's own forward would."""
+    if isinstance(linear.weight, UninitializedParameter):
+        linear.initialize_parameters(None, (x.codes if isinstance(x, QTensor) else x,))
+
+
+def needs_message_path(conv: MessagePassing, *linears: nn.Module) -> bool:
+    """Whether a fused path would skip code that somebody attached: explainers, message hooks, hooks on a submodule."""
+    if conv.explain or conv.decomposed_layers > 1 or any(getattr(conv, name, None) for name in _MESSAGE_HOOKS):
+        return True
+    return any(type(linear) is not Linear or has_hooks(linear) for linear in linears)
+
+
+def has_hooks(linear: Any) -> bool:
+    """Whether hooks are registered on a module, other than PyG's own that initializes a lazy weight."""
+    lazy = getattr(linear, "_hook", None)
+    own = {lazy.id} if lazy is not None else set()
+    return bool(set(linear._forward_pre_hooks) - own or linear._forward_hooks or linear._backward_hooks)

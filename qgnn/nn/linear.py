@@ -1,0 +1,52 @@
+"""QLinear: a dense layer on integer operands."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch_geometric.nn.dense.linear import Linear
+
+from qgnn import functional
+from qgnn.config import QConfig, check_product_config
+from qgnn.nn._common import active_config
+from qgnn.qtensor import QTensor
+
+
+class QLinear(Linear):
+    r"""The dense layer :math:`y = x W^{\top} + b` with quantized operands, forward and backward.
+
+    A :class:`torch_geometric.nn.Linear` with the same parameters and state dict: weights stay fp32 and are quantized
+    anew in each step. After `"Tango: Rethinking Quantization for Graph Neural Network Training on GPUs"
+    <https://arxiv.org/abs/2308.00890>`_.
+
+    Args:
+        in_channels: Size of each input row, or ``-1`` to take it from the first input.
+        out_channels: Size of each output row.
+        bias: Whether to learn an additive bias.
+        config: How to quantize; ``None`` is full precision.
+        **kwargs: Further arguments of :class:`torch_geometric.nn.Linear`.
+
+    Shapes:
+        - **input:** ``[..., F_in]``, a tensor or a :class:`qgnn.QTensor`
+        - **output:** ``[..., F_out]``
+
+    Raises:
+        TypeError: If ``config`` is no :class:`qgnn.QConfig`.
+
+    Example:
+        >>> layer = qgnn.nn.QLinear(64, 32)
+        >>> y = layer(torch.randn(100, 64))
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, bias: bool = True, *, config: QConfig | None = QConfig(), **kwargs
+    ) -> None:
+        check_product_config(config, type(self).__name__)
+        super().__init__(in_channels, out_channels, bias, **kwargs)
+        self.config = config
+
+    def forward(self, x: Tensor | QTensor) -> Tensor:
+        """Multiply ``x`` with the weight."""
+        return functional.linear(x, self.weight, self.bias, config=active_config(self, self.config))
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, config={self.config})"

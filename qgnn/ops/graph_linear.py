@@ -1,0 +1,216 @@
+"""``qgnn::graph_linear``: dense product, then neighbor sum, with int8 rows in between in both directions.
+
+``out = A (x w^T) + bias``. The product hands int8 rows and scales straight to the aggregation; backward, the transposed
+aggregation hands int8 rows to the products of ``dx`` and ``dw``. Integer tensors carry no gradient, which is why the
+pair is one op. Bytes decide here: rows cross the border at one byte a value instead of four.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from qgnn.ops._backends import (
+    STREAM_GRAD,
+    STREAM_GRAD_HIDDEN,
+    STREAM_HIDDEN,
+    STREAM_INPUT,
+    STREAM_WEIGHT,
+    Backend,
+    define,
+    fresh,
+)
+from qgnn.ops.matmul import (
+    fake_codes,
+    input_grad,
+    quantize_operand,
+    quantize_weight,
+    saved_input,
+    weight_grad,
+)
+from qgnn.ops.spmm import edge_weight_grad, fold_row_factor, transposed_weight
+
+
+def _requantized(
+    backend: Backend,
+    primitive: str,
+    pass_: str,
+    operands: tuple[Tensor, ...],
+    seed: Tensor | None,
+    bits: int,
+    granularity: str,
+    stream: int,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Result of ``matmul`` or ``spmm`` as codes: rounded in the kernel's epilogue where a row has its own scale."""
+    name = f"{primitive}.{pass_}"
+    if granularity == "row":
+        return backend.call(f"{primitive}_requantize", name, *operands, bits=bits, seed=seed, stream=stream, **options)
+    rows = backend.call(primitive, name, *operands, bits=bits, **options)
+    return quantize_operand(backend, rows, seed, bits, granularity, stream, pass_)
+
+
+def _graph_linear(
+    backend: Backend,
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    edge_weight: Tensor | None,
+    edge_weight_t: Tensor | None,
+    row_factor: Tensor | None,
+    indptr: Tensor,
+    index: Tensor,
+    indptr_t: Tensor,
+    index_t: Tensor,
+    order_t: Tensor,
+    seed: Tensor | None,
+    bits: int,
+    granularity: str,
+    keep_codes: bool,
+    keep_hidden: bool,
+) -> tuple[Tensor, ...]:
+    x_q, given_scale = x, x_scale
+    if x_scale is None:
+        x_q, x_scale = quantize_operand(backend, x, seed, bits, granularity, STREAM_INPUT, "forward")
+    w_q, w_scale = quantize_weight(backend, weight, seed, bits, STREAM_WEIGHT, "forward")
+    operands = (x_q, x_scale, w_q, w_scale)
+    h_q, h_scale = _requantized(backend, "matmul", "forward", operands, seed, bits, granularity, STREAM_HIDDEN)
+    out = backend.call(
+        "spmm",
+        "spmm.forward",
+        indptr,
+        index,
+        h_q,
+        bits=bits,
+        weight=edge_weight,
+        x_scale=h_scale,
+        row_factor=row_factor,
+        bias=bias,
+        out_dtype=x.dtype if x.is_floating_point() else weight.dtype,
+    )
+    made_codes = keep_codes and given_scale is None
+    kept_x = (x_q, x_scale) if made_codes else (None, None)
+    kept_hidden = (h_q, h_scale) if keep_hidden else (None, None)
+    return fresh(x, (out, *kept_x, *kept_hidden))
+
+
+graph_linear = define(
+    "graph_linear",
+    _graph_linear,
+    "(Tensor x, Tensor? x_scale, Tensor weight, Tensor? bias, Tensor? edge_weight, Tensor? edge_weight_t,"
+    " Tensor? row_factor, Tensor indptr, Tensor index, Tensor indptr_t, Tensor index_t, Tensor order_t, Tensor? seed,"
+    " int bits, str granularity, bool keep_codes, bool keep_hidden) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@graph_linear.register_fake
+def _(x: Tensor, x_scale: Tensor | None, weight: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    indptr, granularity, keep_codes, keep_hidden = args[4], args[11], args[12], args[13]
+    out_dtype = x.dtype if x.is_floating_point() else weight.dtype
+    out = x.new_empty((indptr.shape[0] - 1, weight.shape[0]), dtype=out_dtype)
+    hidden = x.new_empty((x.shape[0], weight.shape[0]))
+    return (out, *fake_codes(x, x_scale, granularity, keep_codes), *fake_codes(hidden, None, granularity, keep_hidden))
+
+
+def _graph_linear_backward(
+    backend: Backend,
+    grad: Tensor,
+    x: Tensor | None,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    hidden: Tensor | None,
+    hidden_scale: Tensor | None,
+    edge_weight: Tensor | None,
+    edge_weight_t: Tensor | None,
+    row_factor: Tensor | None,
+    indptr: Tensor,
+    index: Tensor,
+    indptr_t: Tensor,
+    index_t: Tensor,
+    order_t: Tensor,
+    seed: Tensor | None,
+    bits: int,
+    granularity: str,
+    needs_dx: bool,
+    needs_dw: bool,
+    needs_dedge: bool,
+) -> tuple[Tensor, ...]:
+    g_q, g_scale = quantize_operand(backend, grad, seed, bits, granularity, STREAM_GRAD, "backward")
+    folded_scale = fold_row_factor(g_scale, row_factor)
+    dx = dw = dedge = None
+    if needs_dx or needs_dw:
+        dh_q, dh_scale = _requantized(
+            backend,
+            "spmm",
+            "backward",
+            (indptr_t, index_t, g_q),
+            seed,
+            bits,
+            granularity,
+            STREAM_GRAD_HIDDEN,
+            weight=transposed_weight(edge_weight, edge_weight_t, order_t),
+            x_scale=folded_scale,
+        )
+        if needs_dx:
+            dx = input_grad(backend, dh_q, dh_scale, weight, seed, bits, grad.dtype)
+        if needs_dw and x is not None:
+            dw = weight_grad(backend, dh_q, dh_scale, x, x_scale, bits).to(weight.dtype)
+    if needs_dedge and hidden is not None and edge_weight is not None:
+        target, source = (g_q, folded_scale), (hidden, hidden_scale)
+        dedge = edge_weight_grad(backend, indptr, index, target, source, bits).to(edge_weight.dtype)
+    return fresh(grad, (dx, dw, dedge))
+
+
+graph_linear_backward = define(
+    "graph_linear_backward",
+    _graph_linear_backward,
+    "(Tensor grad, Tensor? x, Tensor? x_scale, Tensor weight, Tensor? hidden, Tensor? hidden_scale,"
+    " Tensor? edge_weight, Tensor? edge_weight_t, Tensor? row_factor, Tensor indptr, Tensor index, Tensor indptr_t,"
+    " Tensor index_t, Tensor order_t, Tensor? seed, int bits, str granularity, bool needs_dx, bool needs_dw,"
+    " bool needs_dedge) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@graph_linear_backward.register_fake
+def _(grad: Tensor, x: Tensor | None, x_scale: Tensor | None, weight: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    edge_weight, indptr_t = args[2], args[7]
+    needs_dx, needs_dw, needs_dedge = args[-3:]
+    dx = grad.new_empty((indptr_t.shape[0] - 1, weight.shape[1])) if needs_dx else grad.new_empty(0)
+    dw = weight.new_empty(weight.shape) if needs_dw else grad.new_empty(0)
+    dedge = edge_weight.new_empty(edge_weight.shape) if needs_dedge else grad.new_empty(0)
+    return dx, dw, dedge
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, weight, _, edge_weight, edge_weight_t, row_factor, *graph, seed, bits, granularity, keep_codes, _ = inputs
+    _, x_q, codes_scale, hidden, hidden_scale = output
+    ctx.mark_non_differentiable(x_q, codes_scale, hidden, hidden_scale)
+    ctx.set_materialize_grads(False)
+    kept_x = saved_input(inputs, x_q, codes_scale, keep_codes) if weight.requires_grad else (None, None)
+    learns_edges = edge_weight is not None and edge_weight.requires_grad
+    kept_hidden = (hidden, hidden_scale) if learns_edges else (None, None)
+    ctx.save_for_backward(*kept_x, weight, *kept_hidden, edge_weight, edge_weight_t, row_factor, *graph, seed)
+    ctx.options = (bits, granularity)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if grad is None:
+        return (None,) * 17
+    needs_dx, _, needs_dw, needs_bias, needs_dedge = ctx.needs_input_grad[:5]
+    dx = dw = dedge = None
+    if needs_dx or needs_dw or needs_dedge:
+        needs = (needs_dx, needs_dw, needs_dedge)
+        dx, dw, dedge = graph_linear_backward(grad, *ctx.saved_tensors, *ctx.options, *needs)
+    return (
+        dx if needs_dx else None,
+        None,
+        dw if needs_dw else None,
+        grad.sum(0) if needs_bias else None,
+        dedge if needs_dedge else None,
+        *(None,) * 12,
+    )
+
+
+graph_linear.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,180 @@
+"""``qgnn::matmul``: the quantized dense product ``y = x w^T + bias`` with both gradients.
+
+Forward, operands and both gradients are int8; sums are int32 (``dw``: fp32, since it contracts over rows of different
+scale); scales, bias and the results are floating point. Gradients are quantized with a scale of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgnn.ops._backends import (
+    STREAM_GRAD,
+    STREAM_INPUT,
+    STREAM_WEIGHT,
+    STREAM_WEIGHT_T,
+    Backend,
+    define,
+    fresh,
+)
+
+
+def quantize_operand(
+    backend: Backend, x: Tensor, seed: Tensor | None, bits: int, granularity: str, stream: int, pass_: str
+) -> tuple[Tensor, Tensor]:
+    """Codes and scale of a product's operand."""
+    name = f"quantize.{pass_}"
+    return backend.call("quantize", name, x, bits=bits, granularity=granularity, seed=seed, stream=stream)
+
+
+def quantize_weight(
+    backend: Backend, weight: Tensor, seed: Tensor | None, bits: int, stream: int, pass_: str
+) -> tuple[Tensor, Tensor]:
+    """Codes of a weight with one scale a column of the product, whatever the granularity of activations is."""
+    return quantize_operand(backend, weight, seed, bits, "row", stream, pass_)
+
+
+def input_grad(
+    backend: Backend, g_q: Tensor, g_scale: Tensor, weight: Tensor, seed: Tensor | None, bits: int, dtype: torch.dtype
+) -> Tensor:
+    """``dx = g w``: a product over the outputs, hence with codes of the transposed weight."""
+    wt_q, wt_scale = quantize_weight(backend, weight.t(), seed, bits, STREAM_WEIGHT_T, "backward")
+    return backend.call("matmul", "matmul.backward_dx", g_q, g_scale, wt_q, wt_scale, bits=bits, out_dtype=dtype)
+
+
+def weight_grad(backend: Backend, g_q: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor | None, bits: int) -> Tensor:
+    """``dw = g^T x`` in fp32, from the saved codes, or from ``x`` itself if that was kept."""
+    if x_scale is not None:
+        return backend.call("matmul_dw", "matmul.backward_dw", g_q, g_scale, x, x_scale, bits=bits)
+    return (g_q.float() * g_scale[:, None]).t() @ x.float()
+
+
+def _matmul(
+    backend: Backend,
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    bits: int,
+    granularity: str,
+    keep_codes: bool,
+) -> tuple[Tensor, ...]:
+    x_q, given_scale = x, x_scale
+    if x_scale is None:
+        x_q, x_scale = quantize_operand(backend, x, seed, bits, granularity, STREAM_INPUT, "forward")
+    w_q, w_scale = quantize_weight(backend, weight, seed, bits, STREAM_WEIGHT, "forward")
+    out_dtype = x.dtype if x.is_floating_point() else weight.dtype
+    y = backend.call("matmul", "matmul.forward", x_q, x_scale, w_q, w_scale, bias, bits=bits, out_dtype=out_dtype)
+    made_codes = keep_codes and given_scale is None
+    return fresh(x, (y, x_q if made_codes else None, x_scale if made_codes else None))
+
+
+matmul = define(
+    "matmul",
+    _matmul,
+    "(Tensor x, Tensor? x_scale, Tensor weight, Tensor? bias, Tensor? seed, int bits, str granularity, bool keep_codes)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+
+
+def fake_codes(x: Tensor, x_scale: Tensor | None, granularity: str, keep_codes: bool) -> tuple[Tensor, Tensor]:
+    """Shapes of the codes and scale that an op hands to its backward."""
+    if not keep_codes or x_scale is not None:
+        return x.new_empty(0), x.new_empty(0)
+    scale_rows = 1 if granularity == "tensor" else x.shape[0]
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(scale_rows, dtype=torch.float32)
+
+
+@matmul.register_fake
+def _(
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    bits: int,
+    granularity: str,
+    keep_codes: bool,
+) -> tuple[Tensor, ...]:
+    out_dtype = x.dtype if x.is_floating_point() else weight.dtype
+    y = x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+    return (y, *fake_codes(x, x_scale, granularity, keep_codes))
+
+
+def _matmul_backward(
+    backend: Backend,
+    grad: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    seed: Tensor | None,
+    bits: int,
+    granularity: str,
+    needs_dx: bool,
+    needs_dw: bool,
+) -> tuple[Tensor, ...]:
+    g_q, g_scale = quantize_operand(backend, grad, seed, bits, granularity, STREAM_GRAD, "backward")
+    dx = input_grad(backend, g_q, g_scale, weight, seed, bits, grad.dtype) if needs_dx else None
+    dw = weight_grad(backend, g_q, g_scale, x, x_scale, bits).to(weight.dtype) if needs_dw else None
+    return fresh(grad, (dx, dw))
+
+
+matmul_backward = define(
+    "matmul_backward",
+    _matmul_backward,
+    "(Tensor grad, Tensor x, Tensor? x_scale, Tensor weight, Tensor? seed, int bits, str granularity, bool needs_dx,"
+    " bool needs_dw) -> (Tensor, Tensor)",
+)
+
+
+@matmul_backward.register_fake
+def _(
+    grad: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    seed: Tensor | None,
+    bits: int,
+    granularity: str,
+    needs_dx: bool,
+    needs_dw: bool,
+) -> tuple[Tensor, ...]:
+    dx = grad.new_empty((grad.shape[0], weight.shape[1])) if needs_dx else grad.new_empty(0)
+    dw = weight.new_empty(weight.shape) if needs_dw else grad.new_empty(0)
+    return dx, dw
+
+
+def saved_input(inputs: tuple[Any, ...], x_q: Tensor, codes_scale: Tensor, keep_codes: bool) -> tuple[Any, Any]:
+    """What an op keeps of its input ``(x, x_scale)``: codes made here, codes that were given, or ``x`` itself."""
+    x, x_scale = inputs[0], inputs[1]
+    return (x_q, codes_scale) if keep_codes and x_scale is None else (x, x_scale)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, weight, _, seed, bits, granularity, keep_codes = inputs
+    _, x_q, codes_scale = output
+    ctx.mark_non_differentiable(x_q, codes_scale)
+    ctx.set_materialize_grads(False)
+    x, x_scale = saved_input(inputs, x_q, codes_scale, keep_codes)
+    ctx.save_for_backward(x if weight.requires_grad else None, x_scale, weight, seed)
+    ctx.options = (bits, granularity)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if grad is None:
+        return (None,) * 8
+    x, x_scale, weight, seed = ctx.saved_tensors
+    needs_dx, _, needs_dw, needs_bias = ctx.needs_input_grad[:4]
+    dx = dw = None
+    if needs_dx or needs_dw:
+        operand = grad if x is None else x
+        dx, dw = matmul_backward(grad, operand, x_scale, weight, seed, *ctx.options, needs_dx, needs_dw)
+    bias_grad = grad.float().sum(0).to(weight.dtype) if needs_bias else None
+    return dx if needs_dx else None, None, dw if needs_dw else None, bias_grad, None, None, None, None
+
+
+matmul.register_autograd(_backward, setup_context=_setup_context)

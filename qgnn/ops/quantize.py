@@ -1,0 +1,41 @@
+"""``qgnn::quantize``: codes and scales of a matrix. Integer codes carry no gradient, so this op has none."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qgnn.ops._backends import STREAM_INPUT, Backend, define
+
+
+def _quantize(
+    backend: Backend, x: Tensor, seed: Tensor | None, bits: int, granularity: str, block_size: int
+) -> tuple[Tensor, Tensor]:
+    return backend.call(
+        "quantize",
+        "quantize.forward",
+        x,
+        bits=bits,
+        granularity=granularity,
+        block_size=block_size,
+        seed=seed,
+        stream=STREAM_INPUT,
+    )
+
+
+quantize = define(
+    "quantize",
+    _quantize,
+    "(Tensor x, Tensor? seed, int bits, str granularity, int block_size) -> (Tensor, Tensor)",
+)
+
+
+@quantize.register_fake
+def _(x: Tensor, seed: Tensor | None, bits: int, granularity: str, block_size: int) -> tuple[Tensor, Tensor]:
+    num_rows, width = x.shape
+    scale_shape = {
+        "row": (num_rows,),
+        "tensor": (1,),
+        "block": (num_rows, (width + block_size - 1) // block_size),
+    }[granularity]
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(scale_shape, dtype=torch.float32)

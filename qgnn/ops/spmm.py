@@ -1,0 +1,179 @@
+"""``qgnn::spmm``: the weighted neighbor sum over a graph, with the gradients of rows, edge weights and bias.
+
+With ``bits`` the rows are rounded to int8 before they are gathered, and so is the gradient, with *its* scale; with
+``bits=0`` rows and gradient keep their type. Constant edge weights need nothing of ``x`` in the backward pass, so
+nothing is kept then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from qgnn.ops._backends import STREAM_GRAD, STREAM_INPUT, Backend, define, fresh
+from qgnn.ops.matmul import fake_codes, quantize_operand
+
+
+def transposed_weight(weight: Tensor | None, weight_t: Tensor | None, order_t: Tensor) -> Tensor | None:
+    """Edge weights in the order of the transposed graph: the given ones, or ``weight`` permuted."""
+    if weight is None or weight_t is not None:
+        return weight_t
+    return weight.index_select(0, order_t)
+
+
+def fold_row_factor(g_scale: Tensor | None, row_factor: Tensor | None) -> Tensor | None:
+    """Scale of gradient rows with the forward's factor of each output row folded in."""
+    if row_factor is None or g_scale is None:
+        return row_factor if g_scale is None else g_scale
+    return g_scale * row_factor
+
+
+def edge_weight_grad(
+    backend: Backend,
+    indptr: Tensor,
+    index: Tensor,
+    rows_target: tuple[Tensor, Tensor | None],
+    rows_source: tuple[Tensor, Tensor | None],
+    bits: int,
+) -> Tensor:
+    """Gradient of each edge's weight: the dot product of its target's gradient row and its source's row."""
+    (g, g_scale), (x, x_scale) = rows_target, rows_source
+    scales = {"target_scale": g_scale, "source_scale": x_scale}
+    return backend.call("sddmm", "sddmm.backward", indptr, index, g, x, bits=bits or 8, **scales)
+
+
+def _spmm(
+    backend: Backend,
+    x: Tensor,
+    weight: Tensor | None,
+    weight_t: Tensor | None,
+    row_factor: Tensor | None,
+    bias: Tensor | None,
+    indptr: Tensor,
+    index: Tensor,
+    indptr_t: Tensor,
+    index_t: Tensor,
+    order_t: Tensor,
+    seed: Tensor | None,
+    bits: int,
+    granularity: str,
+    keep_codes: bool,
+) -> tuple[Tensor, ...]:
+    rows, scale = x, None
+    if bits:
+        rows, scale = quantize_operand(backend, x, seed, bits, granularity, STREAM_INPUT, "forward")
+    out = backend.call(
+        "spmm",
+        "spmm.forward",
+        indptr,
+        index,
+        rows,
+        bits=bits or 8,
+        weight=weight,
+        x_scale=scale,
+        row_factor=row_factor,
+        bias=bias,
+        out_dtype=x.dtype,
+    )
+    return fresh(x, (out, rows if keep_codes else None, scale if keep_codes else None))
+
+
+spmm = define(
+    "spmm",
+    _spmm,
+    "(Tensor x, Tensor? weight, Tensor? weight_t, Tensor? row_factor, Tensor? bias, Tensor indptr, Tensor index,"
+    " Tensor indptr_t, Tensor index_t, Tensor order_t, Tensor? seed, int bits, str granularity, bool keep_codes)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+
+
+@spmm.register_fake
+def _(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    indptr, granularity, keep_codes = args[4], args[11], args[12]
+    out = x.new_empty((indptr.shape[0] - 1, x.shape[1]))
+    return (out, *fake_codes(x, None, granularity, keep_codes))
+
+
+def _spmm_backward(
+    backend: Backend,
+    grad: Tensor,
+    x: Tensor | None,
+    x_scale: Tensor | None,
+    weight: Tensor | None,
+    weight_t: Tensor | None,
+    row_factor: Tensor | None,
+    indptr: Tensor,
+    index: Tensor,
+    indptr_t: Tensor,
+    index_t: Tensor,
+    order_t: Tensor,
+    seed: Tensor | None,
+    bits: int,
+    granularity: str,
+    needs_dx: bool,
+    needs_dweight: bool,
+) -> tuple[Tensor, ...]:
+    rows, scale = grad, None
+    if bits:
+        rows, scale = quantize_operand(backend, grad, seed, bits, granularity, STREAM_GRAD, "backward")
+    scale = fold_row_factor(scale, row_factor)
+    dx = dweight = None
+    if needs_dx:
+        dx = backend.call(
+            "spmm",
+            "spmm.backward",
+            indptr_t,
+            index_t,
+            rows,
+            bits=bits or 8,
+            weight=transposed_weight(weight, weight_t, order_t),
+            x_scale=scale,
+            out_dtype=grad.dtype,
+        )
+    if needs_dweight and x is not None and weight is not None:
+        dweight = edge_weight_grad(backend, indptr, index, (rows, scale), (x, x_scale), bits).to(weight.dtype)
+    return fresh(grad, (dx, dweight))
+
+
+spmm_backward = define(
+    "spmm_backward",
+    _spmm_backward,
+    "(Tensor grad, Tensor? x, Tensor? x_scale, Tensor? weight, Tensor? weight_t, Tensor? row_factor, Tensor indptr,"
+    " Tensor index, Tensor indptr_t, Tensor index_t, Tensor order_t, Tensor? seed, int bits, str granularity,"
+    " bool needs_dx, bool needs_dweight) -> (Tensor, Tensor)",
+)
+
+
+@spmm_backward.register_fake
+def _(grad: Tensor, x: Tensor | None, x_scale: Tensor | None, weight: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    indptr_t, needs_dx, needs_dweight = args[4], args[10], args[11]
+    dx = grad.new_empty((indptr_t.shape[0] - 1, grad.shape[1])) if needs_dx else grad.new_empty(0)
+    dweight = weight.new_empty(weight.shape) if needs_dweight and weight is not None else grad.new_empty(0)
+    return dx, dweight
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, weight_t, row_factor, _, *graph, seed, bits, granularity, keep_codes = inputs
+    rows, scale = output[1:]
+    ctx.mark_non_differentiable(rows, scale)
+    ctx.set_materialize_grads(False)
+    saved_x = saved_scale = None
+    if weight is not None and weight.requires_grad:
+        saved_x, saved_scale = (rows, scale) if keep_codes else (x, None)
+    ctx.save_for_backward(saved_x, saved_scale, weight, weight_t, row_factor, *graph, seed)
+    ctx.options = (bits, granularity)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if grad is None:
+        return (None,) * 14
+    needs_dx, needs_dweight, _, _, needs_bias = ctx.needs_input_grad[:5]
+    dx = dweight = None
+    if needs_dx or needs_dweight:
+        dx, dweight = spmm_backward(grad, *ctx.saved_tensors, *ctx.options, needs_dx, needs_dweight)
+    bias_grad = grad.sum(0) if needs_bias else None
+    return (dx if needs_dx else None, dweight if needs_dweight else None, None, None, bias_grad, *(None,) * 9)
+
+
+spmm.register_autograd(_backward, setup_context=_setup_context)

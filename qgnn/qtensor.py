@@ -1,0 +1,58 @@
+"""QTensor: integer codes with the scale that gives them meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class QTensor:
+    """A quantized tensor, ``x = codes * scale (+ zero)``.
+
+    A plain record of tensors, not a tensor subclass: it never enters a state dict and carries no gradient.
+
+    Args:
+        codes: Integer codes, one a value.
+        scale: fp32, as many dimensions as ``codes``. A size of 1 means that the whole dimension shares the scale;
+            a last dimension of ``ceil(F / block_size)`` means one scale a block of columns.
+        zero: The value of code 0, shaped like ``scale``; ``None`` for symmetric formats.
+        block_size: Columns of a block, for scales of blocks.
+        dtype: The floating type that was quantized, and that :meth:`dequantize` returns.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+    block_size: int | None = None
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the quantized values."""
+        return self.codes.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and zero points together."""
+        return sum(t.nbytes for t in (self.codes, self.scale, self.zero) if t is not None)
+
+    def dequantize(self) -> Tensor:
+        """The values that the codes stand for, of type :attr:`dtype`."""
+        value = self.codes.float() * self._per_value(self.scale)
+        if self.zero is not None:
+            value += self._per_value(self.zero)
+        return value.to(self.dtype)
+
+    def _per_value(self, t: Tensor) -> Tensor:
+        if self.block_size is None:
+            return t
+        return t.repeat_interleave(self.block_size, dim=-1)[..., : self.codes.shape[-1]]
+
+    def __repr__(self) -> str:
+        return (
+            f"QTensor({self.codes.dtype} {tuple(self.shape)}, scale {tuple(self.scale.shape)}, "
+            f"{self.nbytes} bytes for {self.codes.numel()} values of {self.dtype})"
+        )
