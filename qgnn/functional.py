@@ -328,6 +328,8 @@ def _check_float(owner: str, name: str, x: Any) -> None:
         raise TypeError(f"'{owner}' expects '{name}' to be a tensor (got {type(x).__name__})")
     if not x.is_floating_point():
         raise TypeError(f"'{owner}' expects '{name}' in a floating-point type (got {x.dtype}); use '{name}.float()'")
+    if x.dtype == torch.float64 and x.is_cuda:
+        raise TypeError(f"'{owner}' expects '{name}' in at most 32 bits on a GPU (got {x.dtype}); use '{name}.float()'")
     if x.layout != torch.strided:
         raise TypeError(f"'{owner}' expects '{name}' to be dense (got layout {x.layout}); use '{name}.to_dense()'")
 

@@ -106,6 +106,15 @@ def define(name: str, function: Callable[..., Any], schema: str) -> Any:
     return op
 
 
+def fake_codes(like: Tensor, num_rows: int, width: int) -> Tensor:
+    """Codes as the device's kernels lay them out: rows of the Triton kernels are padded to whole vectors."""
+    if like.device.type != "cuda":
+        return like.new_empty((num_rows, width), dtype=torch.int8)
+    from qgnn.kernels.memory import code_stride
+
+    return like.new_empty_strided((num_rows, width), (code_stride(int(width)), 1), dtype=torch.int8)
+
+
 def fresh(reference_tensor: Tensor, results: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
     """Results of an operator: an operator cannot return ``None``, so what is not wanted becomes an empty tensor."""
     return tuple(reference_tensor.new_empty(0) if t is None else t for t in results)

@@ -22,7 +22,7 @@ from qgnn.ops._backends import (
     fresh,
 )
 from qgnn.ops.matmul import (
-    fake_codes,
+    fake_kept,
     input_grad,
     quantize_operand,
     quantize_weight,
@@ -111,7 +111,7 @@ def _(x: Tensor, x_scale: Tensor | None, weight: Tensor, *args: Any) -> tuple[Te
     out_dtype = x.dtype if x.is_floating_point() else weight.dtype
     out = x.new_empty((indptr.shape[0] - 1, weight.shape[0]), dtype=out_dtype)
     hidden = x.new_empty((x.shape[0], weight.shape[0]))
-    return (out, *fake_codes(x, x_scale, granularity, keep_codes), *fake_codes(hidden, None, granularity, keep_hidden))
+    return (out, *fake_kept(x, x_scale, granularity, keep_codes), *fake_kept(hidden, None, granularity, keep_hidden))
 
 
 def _graph_linear_backward(

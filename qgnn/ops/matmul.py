@@ -18,6 +18,7 @@ from qgnn.ops._backends import (
     STREAM_WEIGHT_T,
     Backend,
     define,
+    fake_codes,
     fresh,
 )
 
@@ -81,12 +82,12 @@ matmul = define(
 )
 
 
-def fake_codes(x: Tensor, x_scale: Tensor | None, granularity: str, keep_codes: bool) -> tuple[Tensor, Tensor]:
+def fake_kept(x: Tensor, x_scale: Tensor | None, granularity: str, keep_codes: bool) -> tuple[Tensor, Tensor]:
     """Shapes of the codes and scale that an op hands to its backward."""
     if not keep_codes or x_scale is not None:
         return x.new_empty(0), x.new_empty(0)
     scale_rows = 1 if granularity == "tensor" else x.shape[0]
-    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(scale_rows, dtype=torch.float32)
+    return fake_codes(x, *x.shape), x.new_empty(scale_rows, dtype=torch.float32)
 
 
 @matmul.register_fake
@@ -102,7 +103,7 @@ def _(
 ) -> tuple[Tensor, ...]:
     out_dtype = x.dtype if x.is_floating_point() else weight.dtype
     y = x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
-    return (y, *fake_codes(x, x_scale, granularity, keep_codes))
+    return (y, *fake_kept(x, x_scale, granularity, keep_codes))
 
 
 def _matmul_backward(

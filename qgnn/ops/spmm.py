@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from qgnn.ops._backends import STREAM_GRAD, STREAM_INPUT, Backend, define, fresh
-from qgnn.ops.matmul import fake_codes, quantize_operand
+from qgnn.ops.matmul import fake_kept, quantize_operand
 
 
 def transposed_weight(weight: Tensor | None, weight_t: Tensor | None, order_t: Tensor) -> Tensor | None:
@@ -92,7 +92,7 @@ spmm = define(
 def _(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
     indptr, granularity, keep_codes = args[4], args[11], args[12]
     out = x.new_empty((indptr.shape[0] - 1, x.shape[1]))
-    return (out, *fake_codes(x, None, granularity, keep_codes))
+    return (out, *fake_kept(x, None, granularity, keep_codes))
 
 
 def _spmm_backward(
