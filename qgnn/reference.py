@@ -24,7 +24,7 @@ with warnings.catch_warnings():  # torch says once a process that CSR tensors ar
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor(torch.tensor([0, 0]), torch.tensor([], dtype=torch.int64), torch.tensor([]), size=(1, 1))
 
-_CHUNK_ELEMENTS = 1 << 17  # a chunk's working set (about 1 MiB) stays in the L2 cache
+_CHUNK_ELEMENTS = 1 << 20  # 4 MiB of fp32: stays in the last-level cache, and is worth waking the threads for
 _EXACT_TERMS = 1024  # 1024 * 127 * 127 < 2**24: an fp32 sum of products of int8 codes is still exact
 
 
@@ -131,7 +131,7 @@ def matmul(
     num_rows, num_outputs = x_q.shape[0], w_q.shape[0]
     out = torch.empty((num_rows, num_outputs), dtype=out_dtype, device=x_q.device)
     x_scale = x_scale.expand(num_rows)
-    for rows in _row_chunks(num_rows, max(x_q.shape[1], num_outputs) // 8):  # a product wants more rows than a rounding
+    for rows in _row_chunks(num_rows, max(x_q.shape[1], num_outputs)):
         y = (_integer_product(x_q[rows], w_q) * x_scale[rows, None]) * w_scale[None, :]
         out[rows] = y if bias is None else y + bias.float()
     return out
@@ -159,7 +159,7 @@ def matmul_requantize(
     scale = torch.zeros(num_rows, dtype=torch.float32, device=x_q.device)
     if num_outputs == 0:
         return codes, scale
-    for rows in _row_chunks(num_rows, max(x_q.shape[1], num_outputs) // 4):
+    for rows in _row_chunks(num_rows, max(x_q.shape[1], num_outputs)):
         y = _integer_product(x_q[rows], w_q) * w_scale[None, :]
         scale[rows], inverse = absmax_scale(y.abs().amax(1), bits)
         _fill_codes(codes[rows], y, inverse[:, None], rows.start, seed)
@@ -176,7 +176,7 @@ def matmul_dw(g_q: Tensor, g_scale: Tensor, x_q: Tensor, x_scale: Tensor) -> Ten
     num_rows = g_q.shape[0]
     out = torch.zeros((g_q.shape[1], x_q.shape[1]), dtype=torch.float32, device=g_q.device)
     factor = (g_scale * x_scale).expand(num_rows)
-    for rows in _row_chunks(num_rows, max(g_q.shape[1], x_q.shape[1]) // 8):
+    for rows in _row_chunks(num_rows, max(g_q.shape[1], x_q.shape[1])):
         out.addmm_((g_q[rows].float() * factor[rows, None]).t(), x_q[rows].float())
     return out
 
