@@ -1,0 +1,73 @@
+"""Inputs that suites share, and the bounds that their results are held to."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+import qgnn
+from qgnn import QConfig
+
+# Bounds of the gate on ||result - reference|| / ||reference||. On normal data a row's absmax is 3 to 4 deviations, so a
+# step is about 0.03 of one, and stochastic rounding (step / sqrt(6) rms) costs 0.013 an operand: 0.018 for a product of
+# two, more where the result is quantized again. A wrong scale, transpose or dropped row lands far above 0.05.
+TOLERANCE = {"fp32": 1e-4, "tf32": 2e-3, "bf16": 2e-2, "int8": 5e-2}
+
+INT8 = QConfig(bits=8)
+OURS: dict[str, QConfig | None] = {"int8": INT8, "fp32": None}
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a suite runs, and whether on tiny shapes."""
+
+    device: torch.device
+    quick: bool = False
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def scale(self) -> float:
+        return 0.005 if self.quick else 1.0
+
+    def shapes(self, *shapes: T) -> tuple[T, ...]:
+        """The shapes to measure: the first alone if it has to be quick."""
+        return shapes[:1] if self.quick else shapes
+
+
+@cache
+def graph(like: str, setting: Setting) -> Data:
+    """A synthetic graph of a data set's shape on the suite's device."""
+    return qgnn.data.synthetic(like=like, scale=setting.scale, seed=0).to(setting.device)
+
+
+def graph_name(like: str, setting: Setting) -> str:
+    """How a case's name begins: ``arxiv/synthetic``, and the scale if it is not 1."""
+    return f"{like}/synthetic" + (f"/x{setting.scale:g}" if setting.scale != 1 else "")
+
+
+def num_rows(setting: Setting) -> int:
+    """Rows of a dense operand: the nodes of ogbn-arxiv."""
+    return round(169_343 * setting.scale)
+
+
+def randn(*size: int, setting: Setting, seed: int) -> Tensor:
+    generator = torch.Generator(setting.device).manual_seed(seed)
+    return torch.randn(*size, generator=generator, device=setting.device)
+
+
+def gradients(
+    forward: Callable[[], Tensor], inputs: Sequence[Tensor], grad: Tensor
+) -> Callable[[], tuple[Tensor, ...]]:
+    """The backward pass of ``forward`` alone: its graph is built here and kept."""
+    out = forward()
+    return lambda: torch.autograd.grad(out, inputs, grad.to(out.dtype), retain_graph=True)

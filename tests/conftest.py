@@ -1,0 +1,36 @@
+"""What every test shares: the device, the kernels' interpreter where there is no GPU, deterministic property tests."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+HAS_CUDA = torch.cuda.is_available()
+
+if not HAS_CUDA:
+    # Read when a kernel is decorated, so it has to be set before the first import of triton or qgnn.kernels.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+settings.register_profile(
+    "qgnn",
+    derandomize=True,
+    deadline=None,  # the interpreter's speed varies by orders of magnitude
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("qgnn")
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where kernels run: the GPU if there is one, else the CPU (Triton's interpreter)."""
+    return "cuda" if HAS_CUDA else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Each test starts from the same global random state, whatever ran before it."""
+    torch.manual_seed(0)
