@@ -1,0 +1,1 @@
+"""Device code of qgnn's primitives: Triton kernels and their launchers. No autograd, no modules."""

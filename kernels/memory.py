@@ -1,0 +1,39 @@
+"""How code matrices lie in memory, and what a launcher needs to know about a tensor it is given.
+
+Vector loads need rows that start on 16-byte boundaries, so code matrices are allocated with their row stride rounded
+up. Views of any strides are accepted all the same: a kernel then reads exactly the view's columns."""
+
+import torch
+from torch import Tensor
+
+VECTOR_BYTES = 16
+
+
+def code_stride(num_columns: int) -> int:
+    """Row stride of a code matrix: a multiple of 16, or a power of two for rows of at most 8 codes."""
+    if num_columns <= 8:
+        return 1 << max(0, num_columns - 1).bit_length()
+    return -(-num_columns // VECTOR_BYTES) * VECTOR_BYTES
+
+
+def empty_codes(num_rows: int, num_columns: int, device: torch.device) -> Tensor:
+    """An uninitialized int8 matrix ``[num_rows, num_columns]`` whose rows lie :func:`code_stride` bytes apart."""
+    stride = code_stride(num_columns)
+    return torch.empty((num_rows, stride), dtype=torch.int8, device=device)[:, :num_columns]
+
+
+def readable_width(x: Tensor) -> int:
+    """How many columns of each row of a matrix may be read: the width rounded up to whole vectors where the row
+    stride and the storage leave room for that, so that an odd width does not force narrow loads."""
+    num_rows, width = x.shape
+    vector = VECTOR_BYTES // x.element_size()
+    padded = -(-width // vector) * vector
+    if num_rows == 0 or x.stride(1) != 1 or (x.stride(0) < padded and num_rows > 1):
+        return width
+    last_row = x.storage_offset() + (num_rows - 1) * x.stride(0)
+    return padded if (last_row + padded) * x.element_size() <= x.untyped_storage().nbytes() else width
+
+
+def scale_stride(scale: Tensor) -> int:
+    """Stride to walk a scale vector with: 0 if one value serves every row."""
+    return 0 if scale.numel() == 1 else scale.stride(0)

@@ -1,0 +1,49 @@
+import pytest
+import torch
+from qgnn.kernels import tuning
+
+WIDTHS = [1, 2, 7, 16, 33, 128, 130, 256, 257, 602, 1024, 1025, 4096]
+
+
+def test_configurations_depend_on_buckets_of_sizes_only() -> None:
+    assert tuning.quantize(65) == tuning.quantize(128)
+    assert tuning.matmul(65, 33) == tuning.matmul(128, 64)
+    assert tuning.spmm(65, 8) == tuning.spmm(128, 13)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_tiles_are_powers_of_two_that_the_hardware_takes(arch: int) -> None:
+    for width in WIDTHS:
+        for other in WIDTHS:
+            products = [
+                tuning.matmul(width, other),
+                tuning.matmul_requantize(width, min(other, tuning.REQUANTIZE_MAX_OUTPUTS)),
+                tuning.matmul_dw(width, other, arch),
+            ]
+            gathers = [tuning.spmm(width, other), tuning.sddmm(width, other)]
+            for config in (*products, *gathers, tuning.quantize(width)):
+                tiles = [size for name, size in config.items() if name.startswith(("BLOCK", "ROWS"))]
+                assert all(size & (size - 1) == 0 for size in tiles)
+                assert config["num_warps"] in (1, 2, 4, 8)
+            assert all(config["BLOCK_M"] >= 16 and config["BLOCK_K"] >= 16 for config in products)
+
+
+def test_requantizing_kernels_hold_whole_rows() -> None:
+    for width in WIDTHS:
+        if width <= tuning.REQUANTIZE_MAX_OUTPUTS:
+            assert tuning.matmul_requantize(64, width)["BLOCK_M"] >= width
+        if width <= tuning.SPMM_REQUANTIZE_MAX_COLUMNS:
+            assert tuning.spmm_requantize(width, 9)["BLOCK_F"] >= width
+
+
+@pytest.mark.parametrize("num_rows", [1, 63, 64, 65, 511, 512, 4097, 169_343, 100_000_000])
+@pytest.mark.parametrize("num_tiles", [1, 3, 264, 1000])
+def test_splits_cover_all_rows_without_empty_ones(num_rows: int, num_tiles: int) -> None:
+    splits, rows = tuning.dw_splits(num_rows, num_tiles, 64)
+    assert rows % 64 == 0
+    assert (splits - 1) * rows < num_rows <= splits * rows
+    assert splits * num_tiles <= max(264, num_tiles)
+
+
+def test_cpu_tensors_get_the_configuration_of_one_architecture() -> None:
+    assert tuning.architecture(torch.device("cpu")) == 90
