@@ -59,7 +59,7 @@ class QConfig:
         for name, choices in (("granularity", GRANULARITIES), ("rounding", ROUNDINGS), ("save", SAVES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"'QConfig' expects '{name}' to be one of {choices} (got {getattr(self, name)!r})")
-        if isinstance(self.keep_fp32, str) or not all(isinstance(name, str) for name in self.keep_fp32):
+        if not isinstance(self.keep_fp32, (tuple, list)) or not all(isinstance(name, str) for name in self.keep_fp32):
             raise TypeError(f"'QConfig' expects 'keep_fp32' to be a tuple of module names (got {self.keep_fp32!r})")
         object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
         if isinstance(self.block_size, bool) or not isinstance(self.block_size, int):

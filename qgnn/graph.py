@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from operator import index as as_index
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -98,10 +99,10 @@ class Graph:
             >>> graph = qgnn.Graph.from_edge_index(torch.tensor([[0, 1, 2], [1, 2, 0]]), num_nodes=3)
         """
         edge_index = _plain(edge_index)
-        num_sources, num_targets = (num_nodes, num_nodes) if isinstance(num_nodes, int) else num_nodes
+        num_sources, num_targets = sizes_of(num_nodes)
         check_edge_index(edge_index, num_sources, num_targets)
-        if max(num_sources, num_targets, edge_index.shape[1]) <= _INT32_MAX:
-            edge_index = edge_index.to(torch.int32)
+        fits_int32 = max(num_sources, num_targets, edge_index.shape[1]) <= _INT32_MAX
+        edge_index = edge_index.to(torch.int32 if fits_int32 else torch.int64)
         source, target = edge_index[0], edge_index[1]
         graph = Graph(_sort_by(target, source, num_targets), num_sources)
         if edge_weight is None:
@@ -119,7 +120,9 @@ class Graph:
             edge_weight: Constant edge weights, in the order of the edges.
         """
         if isinstance(adjacency, Graph):
-            return adjacency if edge_weight is None else adjacency.with_weight(adjacency.to_csr_order(edge_weight))
+            if edge_weight is None:
+                return adjacency
+            return adjacency.with_weight(adjacency.to_csr_order(check_edge_weight(edge_weight, adjacency.num_edges)))
         edge_index, value = to_edges(adjacency)
         return Graph.from_edge_index(edge_index, num_nodes, edge_weight if value is None else value)
 
@@ -188,6 +191,22 @@ class Graph:
         return f"Graph({self.num_sources} -> {self.num_targets} nodes, {self.num_edges} edges{weighted})"
 
 
+def sizes_of(num_nodes: Any) -> tuple[int, int]:
+    """``(num_sources, num_targets)`` of a number of nodes or of such a pair."""
+    pair = tuple(num_nodes) if isinstance(num_nodes, (tuple, list)) else (num_nodes, num_nodes)
+    num_sources: Any
+    num_targets: Any
+    try:
+        num_sources, num_targets = (n if isinstance(n, torch.SymInt) else as_index(n) for n in pair)
+    except (TypeError, ValueError):
+        num_sources = num_targets = -1
+    if num_sources < 0 or num_targets < 0:
+        raise ValueError(
+            f"'num_nodes' expects a number of nodes, or the pair (num_sources, num_targets) (got {num_nodes!r})"
+        )
+    return num_sources, num_targets
+
+
 def _plain(edge_index: Any) -> Any:
     return edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index
 
@@ -226,6 +245,8 @@ def check_edge_index(edge_index: Any, num_sources: int, num_targets: int) -> Non
 
 def check_edge_weight(edge_weight: Tensor, num_edges: int) -> Tensor:
     """Edge weights as a float vector ``[E]``; a column ``[E, 1]`` is accepted."""
+    if not isinstance(edge_weight, Tensor):
+        raise TypeError(f"'edge_weight' expects a tensor (got {type(edge_weight).__name__})")
     if not edge_weight.is_floating_point():
         raise ValueError(f"'edge_weight' expects a floating-point tensor (got {edge_weight.dtype})")
     if edge_weight.dim() == 2 and edge_weight.shape[1] == 1:
@@ -251,6 +272,9 @@ def to_edges(adjacency: Any) -> tuple[Any, Tensor | None]:
         return adjacency.edge_index(), adjacency.weight
     if kind == "edge_index":
         return _plain(adjacency), None
+    if kind == "sparse matrix" and adjacency.layout == torch.sparse_coo:
+        coalesced = adjacency.coalesce()  # PyG's conversion would mark the caller's own matrix as coalesced
+        return coalesced.indices().flip(0), coalesced.values()
     matrix_index, value = to_edge_index(adjacency)
     return matrix_index.flip(0), value
 
@@ -342,7 +366,7 @@ def as_graph(adjacency: Any, num_nodes: int | tuple[int, int], edge_weight: Tens
     A given :class:`Graph` must fit ``num_nodes``.
     """
     if isinstance(adjacency, Graph):
-        check_num_nodes(adjacency, *((num_nodes, num_nodes) if isinstance(num_nodes, int) else num_nodes))
+        check_num_nodes(adjacency, *sizes_of(num_nodes))
         return Graph.from_adjacency(adjacency, num_nodes, edge_weight)
     return cached(
         adjacency, edge_weight, ("graph", num_nodes), lambda: Graph.from_adjacency(adjacency, num_nodes, edge_weight)

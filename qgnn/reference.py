@@ -88,7 +88,7 @@ def quantize(
         for rows in _row_chunks(num_rows, width):
             _fill_codes(codes[rows], x[rows].float(), inverse[:, None], rows.start, seed)
         return codes, scale
-    group = block_size if granularity == "block" else width
+    group = min(block_size, max(1, width)) if granularity == "block" else width
     num_groups = -(-width // group) if width else 0
     scale = torch.zeros((num_rows, num_groups), dtype=torch.float32, device=x.device)
     for rows in _row_chunks(num_rows, width) if width else ():

@@ -129,6 +129,8 @@ def random_bits16(first_row: int, num_rows: int, num_columns: int, seed: Tensor)
     Shapes:
         - **output:** int32 ``[R, F]``, values from 0 to 65535.
     """
+    if num_rows == 0 or num_columns == 0:
+        return torch.empty((num_rows, num_columns), dtype=torch.int32, device=seed.device)
     pairs_per_row = max(2, 1 << (num_columns - 1).bit_length()) // 2
     base = torch.arange(first_row, first_row + num_rows, device=seed.device) * pairs_per_row
     column = torch.arange((num_columns + 1) // 2, dtype=torch.int32, device=seed.device)

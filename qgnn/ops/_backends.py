@@ -7,6 +7,7 @@ Each set offers the functions of ``qgnn.reference`` under the same names and sig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -86,6 +87,13 @@ def triton_backend() -> Backend:
     )
 
 
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Ops compute in the types that they document, whatever autocast would make of the torch calls inside."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
 def define(name: str, function: Callable[..., Any], schema: str) -> Any:
     """Register ``function(backend, ...)`` as the operator ``qgnn::name`` on CPU and CUDA.
 
@@ -96,10 +104,12 @@ def define(name: str, function: Callable[..., Any], schema: str) -> Any:
     """
 
     def on_cpu(*args: Any) -> Any:
-        return function(torch_backend(), *args)
+        with _without_autocast("cpu"):
+            return function(torch_backend(), *args)
 
     def on_cuda(*args: Any) -> Any:
-        return function(triton_backend(), *args)
+        with _without_autocast("cuda"):
+            return function(triton_backend(), *args)
 
     op = torch.library.custom_op(f"qgnn::{name}", on_cpu, mutates_args=(), device_types="cpu", schema=schema)
     op.register_kernel("cuda")(on_cuda)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from qgnn.ops._backends import STREAM_GRAD, STREAM_INPUT, Backend, define, fresh
@@ -39,6 +40,8 @@ def edge_weight_grad(
 ) -> Tensor:
     """Gradient of each edge's weight: the dot product of its target's gradient row and its source's row."""
     (g, g_scale), (x, x_scale) = rows_target, rows_source
+    if g.dtype == torch.int8 and x.dtype != torch.int8:  # the rows themselves were kept, not their codes
+        g, x = g.float(), x.float()
     scales = {"target_scale": g_scale, "source_scale": x_scale}
     return backend.call("sddmm", "sddmm.backward", indptr, index, g, x, bits=bits or 8, **scales)
 

@@ -1,0 +1,113 @@
+"""QConfig: fields, equality, and every message."""
+
+import copy
+import inspect
+import pickle
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from qgnn import QConfig
+from qgnn.config import check_config, check_product_config
+from qgnn.formats import Int
+
+
+def test_defaults() -> None:
+    config = QConfig()
+    assert (config.bits, config.granularity, config.rounding, config.fmt) == (8, "row", "stochastic", None)
+    assert (config.save, config.keep_fp32) == ("int8", ())
+    assert config.stochastic
+    assert not QConfig(rounding="nearest").stochastic
+
+
+def test_positional_order_is_fixed() -> None:
+    positional = [
+        name
+        for name, parameter in inspect.signature(QConfig).parameters.items()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    assert positional == ["bits", "granularity", "rounding", "fmt", "save", "keep_fp32"]
+
+
+def test_config_is_a_frozen_value() -> None:
+    assert QConfig(bits=4) == QConfig(4)
+    assert QConfig(bits=4) != QConfig(bits=5)
+    assert len({QConfig(), QConfig(8, "row"), QConfig(4), QConfig(keep_fp32=["head"])}) == 3
+    with pytest.raises(FrozenInstanceError):
+        QConfig().bits = 4
+    with pytest.raises(ValueError, match="'bits' from 2 to 8"):
+        replace(QConfig(), bits=1)
+
+
+def test_config_survives_copies() -> None:
+    config = QConfig(4, "tensor", "nearest", save="fp32", keep_fp32=("a",))
+    assert copy.deepcopy(config) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert eval(repr(config), {"QConfig": QConfig}) == config
+
+
+def test_keep_fp32_becomes_a_tuple() -> None:
+    assert QConfig(keep_fp32=["conv1", "head"]).keep_fp32 == ("conv1", "head")
+    assert hash(QConfig(keep_fp32=["conv1"])) == hash(QConfig(keep_fp32=("conv1",)))
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_a_format_gives_its_width(bits: int) -> None:
+    assert QConfig(fmt=Int(bits)).bits == bits
+    assert QConfig(bits=bits, fmt=Int(bits)).bits == bits
+    assert QConfig(bits=bits).bits == bits
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"bits": 1}, ValueError, r"'bits' from 2 to 8 \(got 1\)"),
+        ({"bits": 16}, ValueError, r"'bits' from 2 to 8 \(got 16\); wider codes do not fit an int8 kernel"),
+        ({"bits": 7.5}, TypeError, r"'bits' to be an int \(got float\)"),
+        ({"bits": True}, TypeError, r"'bits' to be an int \(got bool\)"),
+        ({"fmt": "int8"}, TypeError, r"'QConfig' expects 'fmt' to be a format of qgnn.formats or None \(got 'int8'\)"),
+        ({"fmt": Int}, TypeError, r"'fmt' to be a format of qgnn.formats"),
+        ({"fmt": Int(8, False)}, ValueError, r"a symmetric 'fmt' \(got an asymmetric one\): products need"),
+        ({"bits": 4, "fmt": Int(6)}, ValueError, r"'QConfig' got bits=4 and fmt=Int\(bits=6.*; give one of them"),
+        ({"granularity": "column"}, ValueError, r"'granularity' to be one of \('row', 'tensor', 'block'\) \(got 'col"),
+        ({"granularity": None}, ValueError, r"'granularity' to be one of .*\(got None\)"),
+        ({"rounding": "up"}, ValueError, r"'rounding' to be one of \('stochastic', 'nearest'\) \(got 'up'\)"),
+        ({"save": "fp16"}, ValueError, r"'save' to be one of \('int8', 'fp32'\) \(got 'fp16'\)"),
+        ({"keep_fp32": "conv1"}, TypeError, r"'keep_fp32' to be a tuple of module names \(got 'conv1'\)"),
+        ({"keep_fp32": (1, 2)}, TypeError, r"'keep_fp32' to be a tuple of module names \(got \(1, 2\)\)"),
+        ({"keep_fp32": 3}, TypeError, r"'keep_fp32' to be a tuple of module names \(got 3\)"),
+        ({"keep_fp32": None}, TypeError, r"'keep_fp32' to be a tuple of module names \(got None\)"),
+        ({"block_size": 0}, ValueError, r"'block_size' to be a power of two from 2 to 65536 \(got 0\)"),
+        ({"block_size": 1}, ValueError, r"\(got 1\)"),
+        ({"block_size": -64}, ValueError, r"\(got -64\)"),
+        ({"block_size": 100}, ValueError, r"'QConfig' expects 'block_size' to be a power of two .* \(got 100\)"),
+        ({"block_size": 2**17}, ValueError, r"\(got 131072\)"),
+        ({"block_size": 10**30}, ValueError, r"'block_size' to be a power of two"),
+        ({"block_size": 64.0}, TypeError, r"'QConfig' expects 'block_size' to be an int \(got float\)"),
+        ({"block_size": True}, TypeError, r"\(got bool\)"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_config_rejects(fields: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        QConfig(**fields)
+
+
+@pytest.mark.parametrize("block_size", [2, 64, 65536])
+def test_block_sizes_that_exist(block_size: int) -> None:
+    assert QConfig(block_size=block_size).block_size == block_size
+
+
+@pytest.mark.parametrize("check", [check_config, check_product_config])
+def test_config_of_the_wrong_type(check) -> None:
+    for config in (None, QConfig(), QConfig(granularity="tensor")):
+        check(config, "QGCNConv")
+    for wrong in (8, "int8", {"bits": 8}, QConfig, Int(8)):
+        with pytest.raises(TypeError, match=r"'QGCNConv' expects 'config' to be a QConfig or None .*; write config"):
+            check(wrong, "QGCNConv")
+
+
+def test_products_take_no_blocks() -> None:
+    check_config(QConfig(granularity="block"), "quantize")
+    with pytest.raises(ValueError, match=r"'linear' expects granularity 'row' or 'tensor' \(got 'block'\); scales of"):
+        check_product_config(QConfig(granularity="block"), "linear")

@@ -1,0 +1,134 @@
+"""``formats.Int``: round trips, dimensions, types, empty tensors, bad input."""
+
+import math
+
+import pytest
+import torch
+
+from qgnn.formats import Int
+from statistics_checks import EPS, nearest_bound
+
+BITS = range(2, 9)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_int_asymmetric_error_is_at_most_half_a_step(bits: int) -> None:
+    """The differences to the smallest value and the decoded sum add roundings relative to the largest magnitude."""
+    x = torch.rand(30, 65) * 5 - 1
+    q = Int(bits, symmetric=False).encode(x)
+    assert q.codes.dtype == torch.uint8
+    assert q.codes.max() == 2**bits - 1
+    assert q.codes.min() == 0
+    low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+    assert torch.equal(q.zero, low)
+    step = (high - low).double() / (2**bits - 1)
+    error = (q.dequantize().double() - x).abs()
+    assert (error <= nearest_bound(bits + 1) * step + 4 * EPS * x.abs().amax(1, keepdim=True)).all()
+
+
+def test_int_asymmetric_constant_slices_are_exact() -> None:
+    x = torch.tensor([[3.5] * 6, [-2.25] * 6, [0.0] * 6])
+    assert torch.equal(Int(2, symmetric=False).quantize(x), x)
+
+
+def test_int_asymmetric_poison_stays_in_its_slice() -> None:
+    x = torch.randn(3, 9)
+    x[0, 1], x[2, 1] = math.nan, math.inf
+    value = Int(8, symmetric=False).quantize(x)
+    assert value[[0, 2]].isnan().all()
+    assert torch.equal(value[1], Int(8, symmetric=False).quantize(x[1:2])[0])
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
+def test_int_encodes_along_any_dimension(dim: int, symmetric: bool) -> None:
+    x = torch.randn(4, 6, 9)
+    fmt = Int(8, symmetric)
+    q = fmt.encode(x, dim)
+    expected_scale = list(x.shape)
+    expected_scale[dim] = 1
+    assert list(q.scale.shape) == expected_scale
+    moved = fmt.encode(x.movedim(dim, -1).contiguous())
+    assert torch.equal(q.codes.movedim(dim, -1), moved.codes)
+    assert torch.equal(q.dequantize(), moved.dequantize().movedim(-1, dim))
+    assert torch.equal(fmt.quantize(x, dim), fmt.decode(q))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", BITS)
+def test_int_round_trip_is_a_fixed_point(bits: int, symmetric: bool) -> None:
+    """Codes of decoded values are the codes: encoding twice loses nothing more."""
+    x = torch.randn(20, 50)
+    q = Int(bits, symmetric).encode(x)
+    again = Int(bits, symmetric).encode(q.dequantize())
+    assert torch.equal(again.codes, q.codes)
+    torch.testing.assert_close(again.scale, q.scale, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_int_decodes_to_the_encoded_type(dtype: torch.dtype, symmetric: bool) -> None:
+    q = Int(4, symmetric).encode(torch.randn(3, 8, dtype=dtype))
+    assert q.scale.dtype == torch.float32
+    assert q.dequantize().dtype == dtype
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("seed", [None, 1], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (2, 0, 3), (0, 1), (1,)], ids=str)
+def test_int_empty_tensors(shape: tuple[int, ...], seed: int | None, symmetric: bool) -> None:
+    q = Int(8, symmetric).encode(torch.ones(shape), seed=seed)
+    assert q.codes.shape == shape
+    assert q.scale.shape == (*shape[:-1], 1)
+    assert q.dequantize().shape == shape
+
+
+def test_int_takes_no_gradient_and_leaves_its_input_alone() -> None:
+    x = torch.randn(4, 5, requires_grad=True)
+    before = x.detach().clone()
+    q = Int(8, symmetric=False).encode(x, seed=1)
+    assert not q.dequantize().requires_grad
+    assert torch.equal(x, before)
+    assert x._version == 0
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_int_bits_per_value(bits: int) -> None:
+    assert Int(bits).bits_per_value == bits
+    assert isinstance(Int(bits, False).bits_per_value, float)
+
+
+def test_int_is_a_frozen_value() -> None:
+    assert Int(4) == Int(bits=4, symmetric=True)
+    assert len({Int(4), Int(4), Int(4, False), Int(8)}) == 3
+    assert Int() == Int(8, True)
+    assert repr(Int(4)) == "Int(bits=4, symmetric=True)"
+    with pytest.raises(AttributeError):
+        Int().bits = 4
+
+
+@pytest.mark.parametrize(
+    ("bits", "error", "message"),
+    [
+        (1, ValueError, r"'Int' expects 'bits' from 2 to 8 \(got 1\)"),
+        (9, ValueError, r"'Int' expects 'bits' from 2 to 8 \(got 9\); wider codes do not fit"),
+        (-8, ValueError, r"\(got -8\)"),
+        (8.0, TypeError, r"'Int' expects 'bits' to be an int \(got float\)"),
+        (True, TypeError, r"\(got bool\)"),
+        ("8", TypeError, r"\(got str\)"),
+    ],
+)
+def test_int_rejects_bits(bits: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Int(bits)
+
+
+def test_int_encode_rejects() -> None:
+    with pytest.raises(
+        TypeError, match=r"'Int.encode' expects a floating-point tensor \(got torch.int64\); convert it"
+    ):
+        Int().encode(torch.arange(4))
+    with pytest.raises(ValueError, match=r"at least one dimension \(got a scalar\)"):
+        Int().encode(torch.tensor(1.0))
+    with pytest.raises(IndexError, match="out of range"):
+        Int().encode(torch.ones(3, 4), dim=2)

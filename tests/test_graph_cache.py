@@ -1,0 +1,213 @@
+"""The weak cache of prepared graphs: hits, what invalidates an entry, and what frees it."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+from torch_geometric import EdgeIndex
+
+from dense import adjacency, adjacency_of
+from graphs import GRAPHS
+from qgnn import Graph
+from qgnn.graph import _cache, as_graph, cached, needs_weight_grad
+
+
+def fresh_edges() -> Tensor:
+    return GRAPHS["random"][0].clone()
+
+
+def entries_of(tensor: Tensor) -> dict:
+    return _cache.get(tensor, {})
+
+
+def test_the_same_tensor_gives_the_same_graph() -> None:
+    edge_index = fresh_edges()
+    graph = as_graph(edge_index, 50)
+    assert as_graph(edge_index, 50) is graph
+    assert as_graph(edge_index.clone(), 50) is not graph
+    assert as_graph(edge_index, (50, 50)) is not graph
+    assert as_graph(edge_index, 60).num_targets == 60
+    assert as_graph(edge_index, 50) is graph
+
+
+def test_a_view_of_the_same_memory_is_another_tensor() -> None:
+    edge_index = fresh_edges()
+    graph = as_graph(edge_index, 50)
+    shorter = as_graph(edge_index[:, :20], 50)
+    assert shorter.num_edges == 20
+    assert as_graph(edge_index, 50) is graph
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_an_in_place_change_is_noticed(dtype: torch.dtype) -> None:
+    edge_index = fresh_edges().to(dtype)
+    old = as_graph(edge_index, 50)
+    before = adjacency_of(old)
+    edge_index[0, :] = 7
+    new = as_graph(edge_index, 50)
+    assert torch.equal(adjacency_of(new), adjacency(edge_index, 50, 50))
+    assert torch.equal(adjacency_of(old), before)  # and the old graph holds its own edges
+    assert len(entries_of(edge_index)) == 1
+    assert as_graph(edge_index, 50) is new
+
+
+def test_an_in_place_change_through_a_view_is_noticed() -> None:
+    edge_index = fresh_edges()
+    as_graph(edge_index, 50)
+    edge_index[1].fill_(3)
+    assert adjacency_of(as_graph(edge_index, 50))[3].sum() == 200
+
+
+def test_changed_edges_are_checked_again() -> None:
+    edge_index = fresh_edges()
+    as_graph(edge_index, 50)
+    edge_index[0, 0] = 50
+    with pytest.raises(ValueError, match=r"from 0 to 49 \(got 50\)"):
+        as_graph(edge_index, 50)
+
+
+def test_an_entry_dies_with_its_tensor() -> None:
+    edge_index = fresh_edges()
+    alive = len(_cache)
+    graph = weakref.ref(as_graph(edge_index, 50))
+    tensor = weakref.ref(edge_index)
+    assert graph() is not None
+    assert len(_cache) == alive + 1
+    del edge_index
+    gc.collect()
+    assert tensor() is None
+    assert graph() is None
+    assert len(_cache) == alive
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_graph_does_not_keep_its_edges_alive(dtype: torch.dtype, weighted: bool) -> None:
+    edge_index = fresh_edges().to(dtype)
+    weight = torch.rand(200) if weighted else None
+    graph = as_graph(edge_index, 50, weight)
+    graph.csc  # noqa: B018
+    pointers = {t.untyped_storage().data_ptr() for t in (edge_index, weight) if t is not None}
+    kept = (graph.csr.indptr, graph.csr.index, graph.csr.order, graph.csc.index, *((graph.weight,) if weighted else ()))
+    assert not pointers & {t.untyped_storage().data_ptr() for t in kept}
+    tensor = weakref.ref(edge_index)
+    del edge_index
+    gc.collect()
+    assert tensor() is None
+    assert graph.num_edges == 200
+
+
+def test_weights_are_part_of_the_key() -> None:
+    edge_index, weight = fresh_edges(), torch.rand(200)
+    graph = as_graph(edge_index, 50, weight)
+    assert as_graph(edge_index, 50, weight) is graph
+    assert as_graph(edge_index, 50).weight is None
+    other = torch.rand(200)
+    assert torch.equal(as_graph(edge_index, 50, other).weight.sort().values, other.sort().values)
+    assert as_graph(edge_index, 50, weight) is graph
+
+
+def test_changed_weights_are_noticed() -> None:
+    edge_index, weight = fresh_edges(), torch.rand(200)
+    as_graph(edge_index, 50, weight)
+    weight.mul_(2)
+    new = as_graph(edge_index, 50, weight)
+    assert torch.equal(adjacency_of(new, new.weight), adjacency(edge_index, 50, 50, weight))
+
+
+def test_a_successor_of_dead_weights_is_not_mistaken_for_them() -> None:
+    """A new tensor may get the address of one that died."""
+    edge_index = fresh_edges()
+    for value in range(20):
+        weight = torch.full((200,), float(value))
+        assert (as_graph(edge_index, 50, weight).weight == value).all()
+        del weight
+    as_graph(edge_index, 50, torch.ones(200))
+    assert len(entries_of(edge_index)) <= 2  # entries of dead weights go when others come
+
+
+def test_weights_that_need_a_gradient_are_not_cached() -> None:
+    edge_index, weight = fresh_edges(), torch.rand(200, requires_grad=True)
+    first = as_graph(edge_index, 50, weight)
+    assert as_graph(edge_index, 50, weight) is not first
+    assert not entries_of(edge_index)
+    assert needs_weight_grad(edge_index, weight)
+    assert not needs_weight_grad(edge_index, weight.detach())
+    assert not needs_weight_grad(edge_index, None)
+
+
+def test_sparse_values_that_need_a_gradient_are_not_cached() -> None:
+    matrix = torch.eye(3).to_sparse_coo().requires_grad_()
+    assert needs_weight_grad(matrix, None)
+    assert as_graph(matrix, 3) is not as_graph(matrix, 3)
+    assert not entries_of(matrix)
+
+
+def test_inference_tensors_are_not_cached() -> None:
+    """They have no version, so a change could not be noticed."""
+    with torch.inference_mode():
+        edge_index = fresh_edges()
+        graph = as_graph(edge_index, 50)
+        edge_index.fill_(7)
+        assert adjacency_of(as_graph(edge_index, 50))[7, 7] == 200
+        assert as_graph(edge_index, 50) is not graph
+
+
+def test_edge_index_objects_are_cached() -> None:
+    edges = EdgeIndex(fresh_edges(), sparse_size=(50, 50))
+    graph = as_graph(edges, 50)
+    assert as_graph(edges, 50) is graph
+    assert as_graph(EdgeIndex(fresh_edges(), sparse_size=(50, 50)), 50) is not graph
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_changed_values_of_a_sparse_matrix_are_noticed(layout: str) -> None:
+    """Its values are a tensor of their own, which can change while the matrix keeps its version."""
+    matrix = torch.eye(3).to_sparse_csr() if layout == "csr" else torch.eye(3).to_sparse_coo().coalesce()
+    graph = as_graph(matrix, 3)
+    assert as_graph(matrix, 3) is graph
+    matrix.values().mul_(2)
+    assert (as_graph(matrix, 3).weight == 2).all()
+
+
+def test_graphs_are_not_cached() -> None:
+    graph = Graph.from_edge_index(fresh_edges(), 50)
+    alive = len(_cache)
+    assert as_graph(graph, 50) is graph
+    assert len(_cache) == alive
+
+
+def test_cached_builds_once_for_each_key() -> None:
+    edge_index, built = fresh_edges(), []
+
+    def build() -> object:
+        built.append(object())
+        return built[-1]
+
+    first = cached(edge_index, None, "a", build)
+    assert cached(edge_index, None, "a", build) is first
+    assert cached(edge_index, None, "b", build) is not first
+    assert len(built) == 2
+
+
+def test_a_failed_build_leaves_no_entry() -> None:
+    edge_index = fresh_edges()
+
+    def fail() -> None:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        cached(edge_index, None, "key", fail)
+    assert not entries_of(edge_index)
+
+
+def test_a_sparse_matrix_stays_as_it_was() -> None:
+    """Two copies of an edge: the matrix must not be declared coalesced behind its owner's back."""
+    indices, values = torch.tensor([[0, 0, 1], [1, 1, 2]]), torch.tensor([1.0, 2, 3])
+    matrix = torch.sparse_coo_tensor(indices, values, (3, 3))
+    graph = as_graph(matrix, 3)
+    assert torch.equal(adjacency_of(graph, graph.weight), torch.tensor([[0.0, 3, 0], [0, 0, 3], [0, 0, 0]]).double())
+    assert not matrix.is_coalesced()
+    assert matrix._version == 0

@@ -1,0 +1,94 @@
+"""QTensor: what codes and scales stand for, its bytes, its description."""
+
+import copy
+import pickle
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from qgnn import QTensor
+from qgnn.formats import Int
+
+CODES = torch.tensor([[1, -2, 3, 0, 5], [-127, 127, 0, 1, -1]], dtype=torch.int8)
+
+
+def test_dequantize_with_a_scale_a_row() -> None:
+    q = QTensor(CODES, torch.tensor([[2.0], [0.5]]))
+    assert torch.equal(q.dequantize(), torch.tensor([[2.0, -4, 6, 0, 10], [-63.5, 63.5, 0, 0.5, -0.5]]))
+
+
+def test_dequantize_with_a_scale_a_tensor() -> None:
+    q = QTensor(CODES, torch.tensor([[0.25]]))
+    assert torch.equal(q.dequantize(), CODES * 0.25)
+
+
+def test_dequantize_with_a_scale_a_block() -> None:
+    """Blocks of two columns; the last one is cut."""
+    q = QTensor(CODES, torch.tensor([[1.0, 2, 4], [0.5, 1, 0]]), block_size=2)
+    assert torch.equal(q.dequantize(), CODES * torch.tensor([[1.0, 1, 2, 2, 4], [0.5, 0.5, 1, 1, 0]]))
+
+
+def test_dequantize_with_a_zero_point() -> None:
+    codes = torch.tensor([[0, 255], [3, 4]], dtype=torch.uint8)
+    q = QTensor(codes, torch.tensor([[0.5], [2.0]]), zero=torch.tensor([[-1.0], [10.0]]))
+    assert torch.equal(q.dequantize(), torch.tensor([[-1.0, 126.5], [16, 18]]))
+
+
+def test_dequantize_along_another_dimension() -> None:
+    q = QTensor(CODES, torch.arange(5.0)[None])
+    assert torch.equal(q.dequantize(), CODES * torch.arange(5.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_dequantize_returns_the_quantized_type(dtype: torch.dtype) -> None:
+    value = QTensor(CODES, torch.tensor([[0.1], [0.3]]), dtype=dtype).dequantize()
+    assert torch.equal(value, (CODES * torch.tensor([[0.1], [0.3]])).to(dtype))
+
+
+def test_dequantize_shows_a_poisoned_row() -> None:
+    value = QTensor(CODES, torch.tensor([[float("nan")], [1.0]])).dequantize()
+    assert value[0].isnan().all()
+    assert torch.equal(value[1], CODES[1].float())
+
+
+def test_dequantize_leaves_the_record_alone() -> None:
+    q = QTensor(CODES.clone(), torch.ones(2, 1), zero=torch.ones(2, 1))
+    q.dequantize().zero_()
+    assert torch.equal(q.codes, CODES)
+    assert torch.equal(q.zero, torch.ones(2, 1))
+
+
+def test_shape_and_nbytes() -> None:
+    q = QTensor(CODES, torch.ones(2, 1))
+    assert q.shape == (2, 5)
+    assert q.nbytes == 10 + 2 * 4
+    assert QTensor(CODES, torch.ones(2, 1), zero=torch.zeros(2, 1)).nbytes == 10 + 2 * 4 + 2 * 4
+    assert QTensor(CODES, torch.ones(2, 3), block_size=2).nbytes == 10 + 6 * 4
+    assert QTensor(CODES[:0], torch.ones(0, 1)).nbytes == 0
+
+
+def test_an_encoded_matrix_needs_a_quarter_of_its_bytes() -> None:
+    x = torch.randn(100, 256)
+    assert Int(8).encode(x).nbytes == 100 * 256 + 100 * 4
+    assert Int(8, symmetric=False).encode(x).nbytes == 100 * 256 + 100 * 8
+
+
+def test_repr_tells_sizes_and_no_values() -> None:
+    assert repr(QTensor(CODES, torch.ones(2, 1), dtype=torch.float16)) == (
+        "QTensor(torch.int8 (2, 5), scale (2, 1), 18 bytes for 10 values of torch.float16)"
+    )
+
+
+def test_qtensor_is_frozen_and_no_tensor() -> None:
+    q = QTensor(CODES, torch.ones(2, 1))
+    assert not isinstance(q, torch.Tensor)
+    with pytest.raises(FrozenInstanceError):
+        q.scale = torch.zeros(2, 1)
+
+
+def test_qtensor_survives_copies() -> None:
+    q = Int(4, symmetric=False).encode(torch.randn(3, 7))
+    for other in (copy.deepcopy(q), pickle.loads(pickle.dumps(q))):
+        assert torch.equal(other.dequantize(), q.dequantize())
+        assert other.codes.data_ptr() != q.codes.data_ptr()
