@@ -109,7 +109,8 @@ def linear(
     _check_product("linear", x, weight, bias)
     if config is None:
         value = _dequantized(x)
-        trace.report("matmul.forward", _name(value.dtype), "torch", (value, weight, bias))
+        if trace.recording() and not torch.compiler.is_compiling():
+            trace.report("matmul.forward", _name(value.dtype), "torch", (value, weight, bias))
         return torch.nn.functional.linear(value, weight, bias)
     codes_or_x, scale = _operand("linear", x)
     rows = codes_or_x.reshape(-1, codes_or_x.shape[-1])
@@ -160,8 +161,8 @@ def spmm(
         >>> y = qgnn.functional.spmm(edge_index, torch.randn(3, 8), reduce="mean", config=qgnn.QConfig())
     """
     check_product_config(config, "spmm")
-    _check_matrix("spmm", "x", x)
     _check_float("spmm", "x", x)
+    _check_matrix("spmm", "x", x)
     graph = _as_graph("spmm", graph, x)
     return _aggregate(graph, x, edge_weight, reduce, None, config, seed)
 
@@ -343,14 +344,18 @@ def _check_product(owner: str, x: Tensor | QTensor, weight: Tensor, bias: Tensor
     if not isinstance(x, QTensor):
         _check_float(owner, "x", x)
     _check_float(owner, "weight", weight)
-    if weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+    _check_matrix(owner, "weight", weight)
+    if x.shape[-1:] != weight.shape[1:]:
         raise ValueError(
             f"'{owner}' expects 'x' with {weight.shape[-1]} columns, as 'weight' {list(weight.shape)} has "
             f"(got {list(x.shape)})"
         )
     if bias is not None and bias.shape != (weight.shape[0],):
         raise ValueError(f"'{owner}' expects 'bias' of shape [{weight.shape[0]}] (got {list(bias.shape)})")
-    _check_device(owner, "weight", weight, x.codes.device if isinstance(x, QTensor) else x.device)
+    device = x.codes.device if isinstance(x, QTensor) else x.device
+    _check_device(owner, "weight", weight, device)
+    if bias is not None:
+        _check_device(owner, "bias", bias, device)
 
 
 def _check_device(owner: str, name: str, t: Tensor, device: torch.device) -> None:

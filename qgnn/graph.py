@@ -15,6 +15,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_true
 from torch.utils.weak import WeakTensorKeyDictionary
 from torch_geometric import EdgeIndex
 from torch_geometric.typing import SparseTensor
@@ -101,7 +102,7 @@ class Graph:
         edge_index = _plain(edge_index)
         num_sources, num_targets = sizes_of(num_nodes)
         check_edge_index(edge_index, num_sources, num_targets)
-        fits_int32 = max(num_sources, num_targets, edge_index.shape[1]) <= _INT32_MAX
+        fits_int32 = guard_or_true(max(num_sources, num_targets, edge_index.shape[1]) <= _INT32_MAX)
         edge_index = edge_index.to(torch.int32 if fits_int32 else torch.int64)
         source, target = edge_index[0], edge_index[1]
         graph = Graph(_sort_by(target, source, num_targets), num_sources)
@@ -193,11 +194,11 @@ class Graph:
 
 def sizes_of(num_nodes: Any) -> tuple[int, int]:
     """``(num_sources, num_targets)`` of a number of nodes or of such a pair."""
-    pair = tuple(num_nodes) if isinstance(num_nodes, (tuple, list)) else (num_nodes, num_nodes)
-    num_sources: Any
-    num_targets: Any
+    pair: tuple[Any, ...] = tuple(num_nodes) if isinstance(num_nodes, (tuple, list)) else (num_nodes, num_nodes)
+    if torch.compiler.is_compiling() and len(pair) == 2:
+        return pair  # symbolic sizes: a comparison would compile anew for each graph
     try:
-        num_sources, num_targets = (n if isinstance(n, torch.SymInt) else as_index(n) for n in pair)
+        num_sources, num_targets = (as_index(n) for n in pair)
     except (TypeError, ValueError):
         num_sources = num_targets = -1
     if num_sources < 0 or num_targets < 0:

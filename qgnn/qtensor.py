@@ -34,6 +34,10 @@ class QTensor:
         """Shape of the quantized values."""
         return self.codes.shape
 
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """:attr:`shape`, or its entry ``dim``, as of a tensor."""
+        return self.shape if dim is None else self.shape[dim]
+
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and zero points together."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch_geometric.nn.conv import MessagePassing
@@ -28,7 +29,9 @@ def _nearest(config: QConfig) -> QConfig:
 
 def active_config(module: nn.Module, config: QConfig | None) -> QConfig | None:
     """The config of this call: a layer in eval mode rounds to nearest."""
-    return config if config is None or module.training else _nearest(config)
+    if config is None or module.training or not config.stochastic:
+        return config
+    return replace(config, fmt=None, rounding="nearest") if torch.compiler.is_compiling() else _nearest(config)
 
 
 def initialize_lazy(linear: Linear, x: Tensor | QTensor) -> None:
@@ -37,9 +40,14 @@ def initialize_lazy(linear: Linear, x: Tensor | QTensor) -> None:
         linear.initialize_parameters(None, (x.codes if isinstance(x, QTensor) else x,))
 
 
-def needs_message_path(conv: MessagePassing, *linears: nn.Module) -> bool:
+_MESSAGE_METHODS = ("message", "aggregate", "message_and_aggregate", "update")  # PyG generates propagate itself
+
+
+def needs_message_path(conv: MessagePassing, base: type[MessagePassing], *linears: nn.Module) -> bool:
     """Whether a fused path would skip code that somebody attached: explainers, message hooks, hooks on a submodule."""
     if conv.explain or conv.decomposed_layers > 1 or any(getattr(conv, name, None) for name in _MESSAGE_HOOKS):
+        return True
+    if any(getattr(type(conv), name) is not getattr(base, name) for name in _MESSAGE_METHODS):
         return True
     return any(type(linear) is not Linear or has_hooks(linear) for linear in linears)
 
@@ -48,4 +56,5 @@ def has_hooks(linear: Any) -> bool:
     """Whether hooks are registered on a module, other than PyG's own that initializes a lazy weight."""
     lazy = getattr(linear, "_hook", None)
     own = {lazy.id} if lazy is not None else set()
-    return bool(set(linear._forward_pre_hooks) - own or linear._forward_hooks or linear._backward_hooks)
+    hooks = (linear._forward_hooks, linear._backward_hooks, linear._backward_pre_hooks)
+    return bool(set(linear._forward_pre_hooks) - own) or any(hooks)

@@ -86,7 +86,7 @@ class QGCNConv(GCNConv):
 
     def forward(self, x: Tensor | QTensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Convolve ``x`` over the graph."""
-        if self.aggr not in _REDUCE or needs_message_path(self, self.lin):
+        if self.aggr not in _REDUCE or needs_message_path(self, GCNConv, self.lin):
             return self._forward_messages(x, edge_index, edge_weight)
         name = type(self).__name__
         if isinstance(x, (tuple, list)):
@@ -149,6 +149,8 @@ class QGCNConv(GCNConv):
         weight = edge_weight if value is None else value
         if weight is not None:
             weight = check_edge_weight(weight, edge_index.shape[1]).to(dtype)
+            if isinstance(adjacency, Graph) and value is None:  # given in the order of the graph's edges
+                weight = adjacency.to_csr_order(weight)
         if self.flow == "target_to_source":
             edge_index = edge_index.flip(0)
         if not self.normalize:

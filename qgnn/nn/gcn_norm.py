@@ -23,15 +23,16 @@ def add_self_loops(
     source, target = edge_index[0], edge_index[1]
     node = torch.arange(num_nodes, dtype=edge_index.dtype, device=edge_index.device)
     loop_weight = edge_weight.new_full((num_nodes,), fill_value)
-    if mode != "append":
-        is_loop = source == target
-        if mode == "remaining":
-            slot = torch.where(is_loop, source, num_nodes).long()  # what is no self-loop writes to a spare slot
-            loop_weight = torch.nn.functional.pad(loop_weight, (0, 1)).scatter(0, slot, edge_weight)[:num_nodes]
-        if fixed_shape:
-            edge_weight = edge_weight.masked_fill(is_loop, 0.0)
-        else:
-            edge_index, edge_weight = edge_index[:, ~is_loop], edge_weight[~is_loop]
+    is_loop = source == target
+    if mode != "replace":
+        slot = torch.where(is_loop, source, num_nodes).long()  # what is no self-loop goes to a spare slot
+        slots = torch.nn.functional.pad(loop_weight, (0, 1))
+        write = slots.scatter if mode == "remaining" else slots.index_add
+        loop_weight = write(0, slot, edge_weight)[:num_nodes]
+    if fixed_shape:
+        edge_weight = edge_weight.masked_fill(is_loop, 0.0)
+    else:
+        edge_index, edge_weight = edge_index[:, ~is_loop], edge_weight[~is_loop]
     return torch.cat([edge_index, node.expand(2, -1)], dim=1), torch.cat([edge_weight, loop_weight])
 
 
