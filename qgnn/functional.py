@@ -7,6 +7,7 @@ torch's generator). Edges run from ``edge_index[0]`` (source) to ``edge_index[1]
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ def linear(
 
     Shapes:
         - **input:** ``x [..., K]``, ``weight [M, K]``, ``bias [M]``
-        - **output:** ``[..., M]``, of ``x``'s type
+        - **output:** ``[..., M]``, of ``x``'s type (of ``weight``'s, if ``x`` is a QTensor)
 
     Raises:
         ValueError: If the widths disagree.
@@ -108,12 +109,13 @@ def linear(
     check_product_config(config, "linear")
     _check_product("linear", x, weight, bias)
     if config is None:
-        value = _dequantized(x)
-        if trace.recording() and not torch.compiler.is_compiling():
-            trace.report("matmul.forward", _name(value.dtype), "torch", (value, weight, bias))
-        return torch.nn.functional.linear(value, weight, bias)
+        value = x.dequantize().to(weight.dtype) if isinstance(x, QTensor) else x
+        y = torch.nn.functional.linear(value, weight, bias)
+        if not torch.compiler.is_compiling() and trace.recording():
+            trace.report("matmul.forward", str(y.dtype).removeprefix("torch."), "torch", (value, weight, bias, y))
+        return y
     codes_or_x, scale = _operand("linear", x)
-    rows = codes_or_x.reshape(-1, codes_or_x.shape[-1])
+    rows = codes_or_x.reshape(prod(codes_or_x.shape[:-1]), codes_or_x.shape[-1])
     y, _, _ = ops.matmul(
         rows,
         scale,
@@ -151,7 +153,7 @@ def spmm(
 
     Shapes:
         - **input:** ``x [S, F]``, ``edge_weight [E]`` or ``[E, 1]``
-        - **output:** ``[T, F]``, of ``x``'s type
+        - **output:** ``[T, F]``, of ``x``'s type (of ``weight``'s, if ``x`` is a QTensor)
 
     Raises:
         ValueError: If ``x`` has not one row a source node, or ``reduce`` is unknown.
@@ -195,7 +197,7 @@ def graph_linear(
 
     Shapes:
         - **input:** ``x [S, K]``, ``weight [M, K]``, ``bias [M]``, ``edge_weight [E]``
-        - **output:** ``[T, M]``, of ``x``'s type
+        - **output:** ``[T, M]``, of ``x``'s type (of ``weight``'s, if ``x`` is a QTensor)
 
     Raises:
         ValueError: If sizes disagree or ``reduce`` is unknown.
@@ -216,7 +218,7 @@ def graph_linear(
         bias,
         csr_weight,
         csc_weight,
-        _row_factor("graph_linear", graph, reduce),
+        _row_factor("graph_linear", graph, reduce, weight.dtype),
         *_structure(graph, codes_or_x, weight, csr_weight),
         _seed(config, seed, codes_or_x),
         config.bits,
@@ -242,7 +244,7 @@ def _aggregate(
         x,
         csr_weight,
         csc_weight,
-        _row_factor("spmm", graph, reduce),
+        _row_factor("spmm", graph, reduce, x.dtype),
         bias,
         *_structure(graph, x, csr_weight),
         None if config is None else _seed(config, seed, x),
@@ -269,15 +271,19 @@ def _structure(graph: Graph, *operands: Tensor | None) -> tuple[Tensor, ...]:
     return (*csr, *csr, graph.csr.order)
 
 
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def _edge_weights(
     owner: str, graph: Graph, edge_weight: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Weights in CSR order, and in CSC order if they are constants of the graph."""
-    compute_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    """Weights in CSR order, and in CSC order too if they are constants of the graph."""
+    compute_dtype = _compute_dtype(dtype)
     if edge_weight is None:
         if graph.weight is None:
             return None, None
-        csc_weight = graph.weight_t if torch.is_grad_enabled() else None
+        csc_weight = graph.weight_t if torch.is_grad_enabled() and not graph.weight.requires_grad else None
         return graph.weight.to(compute_dtype), None if csc_weight is None else csc_weight.to(compute_dtype)
     if graph.weight is not None:
         raise ValueError(f"'{owner}' got 'edge_weight' and a graph that has weights; give one of them")
@@ -285,10 +291,12 @@ def _edge_weights(
     return graph.to_csr_order(check_edge_weight(edge_weight, graph.num_edges)).to(compute_dtype), None
 
 
-def _row_factor(owner: str, graph: Graph, reduce: str) -> Tensor | None:
+def _row_factor(owner: str, graph: Graph, reduce: str, dtype: torch.dtype) -> Tensor | None:
     if reduce not in _REDUCES:
         raise ValueError(f"'{owner}' expects 'reduce' to be one of {_REDUCES} (got {reduce!r})")
-    return graph.mean_factor if reduce == "mean" else None
+    if reduce == "sum":
+        return None
+    return graph.in_degree.clamp_min(1).to(dtype).reciprocal() if dtype == torch.float64 else graph.mean_factor
 
 
 def _as_graph(owner: str, graph: Any, x: Tensor | QTensor) -> Graph:
@@ -311,17 +319,10 @@ def _operand(owner: str, x: Tensor | QTensor) -> tuple[Tensor, Tensor | None]:
         return x, None
     if x.zero is not None or x.codes.dtype != torch.int8:
         raise ValueError(f"'{owner}' expects symmetric int8 codes (got {x!r}); quantize with 'qgnn.QConfig()'")
-    if x.block_size is not None or x.scale.numel() not in (1, x.shape[:-1].numel()):
+    per_row, per_tensor = (*x.shape[:-1], 1), (1,) * len(x.shape)
+    if x.block_size is not None or tuple(x.scale.shape) not in (per_row, per_tensor):
         raise ValueError(f"'{owner}' expects one scale a row or one a tensor (got scales {list(x.scale.shape)})")
     return x.codes, x.scale.reshape(-1)
-
-
-def _dequantized(x: Tensor | QTensor) -> Tensor:
-    return x.dequantize() if isinstance(x, QTensor) else x
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _check_float(owner: str, name: str, x: Any) -> None:

@@ -7,23 +7,20 @@ version: a changed or replaced tensor is never served the old graph, and a dropp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from operator import index as as_index
-from typing import Any, TypeVar
-from weakref import ref
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_true
-from torch.utils.weak import WeakTensorKeyDictionary
 from torch_geometric import EdgeIndex
 from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import is_torch_sparse_tensor, to_edge_index
 
+from qgnn.weak_cache import cached
+
 __all__ = ["Adjacency", "Graph"]
 
-_T = TypeVar("_T")
 _INT32_MAX = 2**31 - 1
 
 
@@ -68,16 +65,22 @@ class Graph:
     Args:
         csr: Edges sorted by target.
         num_sources: Number of source nodes.
-        weight: Edge weights in CSR order, constants of the graph; ``None`` means all ones.
+        weight: Edge weights in CSR order; ``None`` means all ones.
+        shared: What graphs with the same edges and other weights have in common, built at first use.
     """
 
-    def __init__(self, csr: Adjacency, num_sources: int, weight: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        csr: Adjacency,
+        num_sources: int,
+        weight: Tensor | None = None,
+        shared: dict[str, Any] | None = None,
+    ) -> None:
         self.csr = csr
         self.num_sources = num_sources
         self.weight = weight
-        self._csc: Adjacency | None = None
         self._weight_t: Tensor | None = None
-        self._mean_factor: Tensor | None = None
+        self._shared: dict[str, Any] = {} if shared is None else shared
 
     @staticmethod
     def from_edge_index(
@@ -88,7 +91,7 @@ class Graph:
         Args:
             edge_index: Sources in the first row, targets in the second.
             num_nodes: Number of nodes, or ``(num_sources, num_targets)`` of a bipartite graph.
-            edge_weight: Constant edge weights; pass weights that need a gradient to the layer instead.
+            edge_weight: Constant edge weights. Weights that need a gradient go to the layer or function, not here.
 
         Shapes:
             - **input:** ``edge_index [2, E]`` integer, ``edge_weight [E]`` or ``[E, 1]`` float
@@ -102,13 +105,18 @@ class Graph:
         edge_index = _plain(edge_index)
         num_sources, num_targets = sizes_of(num_nodes)
         check_edge_index(edge_index, num_sources, num_targets)
-        fits_int32 = guard_or_true(max(num_sources, num_targets, edge_index.shape[1]) <= _INT32_MAX)
-        edge_index = edge_index.to(torch.int32 if fits_int32 else torch.int64)
+        edge_index = edge_index.to(_index_dtype(num_sources, num_targets, edge_index.shape[1]))
         source, target = edge_index[0], edge_index[1]
         graph = Graph(_sort_by(target, source, num_targets), num_sources)
         if edge_weight is None:
             return graph
-        return graph.with_weight(graph.to_csr_order(check_edge_weight(edge_weight, graph.num_edges)).detach())
+        weight = check_edge_weight(edge_weight, graph.num_edges)
+        if weight.requires_grad:
+            raise ValueError(
+                "'Graph' expects constant edge weights (got some that need a gradient); give them to the layer or "
+                "function as 'edge_weight', or detach them"
+            )
+        return graph.with_weight(graph.to_csr_order(weight))
 
     @staticmethod
     def from_adjacency(adjacency: Any, num_nodes: int | tuple[int, int], edge_weight: Tensor | None = None) -> Graph:
@@ -121,11 +129,9 @@ class Graph:
             edge_weight: Constant edge weights, in the order of the edges.
         """
         if isinstance(adjacency, Graph):
-            if edge_weight is None:
-                return adjacency
-            return adjacency.with_weight(adjacency.to_csr_order(check_edge_weight(edge_weight, adjacency.num_edges)))
+            return as_graph(adjacency, num_nodes, edge_weight)
         edge_index, value = to_edges(adjacency)
-        return Graph.from_edge_index(edge_index, num_nodes, edge_weight if value is None else value)
+        return Graph.from_edge_index(edge_index, num_nodes, one_weight(edge_weight, value))
 
     @property
     def num_targets(self) -> int:
@@ -145,51 +151,65 @@ class Graph:
     @property
     def csc(self) -> Adjacency:
         """Edges sorted by source: the transposed graph. Built at first use."""
-        if self._csc is None:
-            self._csc = _sort_by(self.csr.index, self._target(), self.num_sources)
-        return self._csc
+        if "csc" not in self._shared:
+            self._shared["csc"] = _sort_by(self.csr.index, self.target, self.num_sources)
+        return self._shared["csc"]
 
     @property
     def weight_t(self) -> Tensor | None:
         """Edge weights in the order of :attr:`csc`."""
         if self.weight is not None and self._weight_t is None:
-            self._weight_t = self.weight.index_select(0, self.csc.order)
+            self._weight_t = self.weight.detach().index_select(0, self.csc.order)
         return self._weight_t
+
+    @property
+    def in_degree(self) -> Tensor:
+        """Number of edges into each target, ``[num_targets]``."""
+        return self.csr.indptr.diff()
 
     @property
     def mean_factor(self) -> Tensor:
         """``1 / max(1, in-degree)`` of each target, fp32 ``[num_targets]``."""
-        if self._mean_factor is None:
-            self._mean_factor = self.csr.indptr.diff().clamp_min(1).float().reciprocal()
-        return self._mean_factor
+        if "mean_factor" not in self._shared:
+            self._shared["mean_factor"] = self.in_degree.clamp_min(1).float().reciprocal()
+        return self._shared["mean_factor"]
 
     def to_csr_order(self, edge_values: Tensor) -> Tensor:
         """Values of the given edges, in CSR order (differentiable)."""
         return edge_values.index_select(0, self.csr.order)
 
     def with_weight(self, weight: Tensor | None) -> Graph:
-        """The same edges with constant weights in CSR order."""
-        graph = Graph(self.csr, self.num_sources, weight)
-        graph._csc, graph._mean_factor = self._csc, self._mean_factor
-        return graph
+        """The same edges with other weights, in CSR order."""
+        return Graph(self.csr, self.num_sources, weight, self._shared)
 
     def edge_index(self) -> Tensor:
         """The edges as int64 COO, ``[2, E]``, in CSR order."""
-        return torch.stack([self.csr.index.long(), self._target().long()])
+        return torch.stack([self.csr.index.long(), self.target.long()])
 
-    def _target(self) -> Tensor:
-        node = torch.arange(self.num_targets, dtype=self.csr.index.dtype, device=self.device)
-        return torch.repeat_interleave(node, self.csr.indptr.diff(), output_size=self.num_edges)
+    @property
+    def target(self) -> Tensor:
+        """Target of each edge, in CSR order."""
+        if "target" not in self._shared:
+            node = torch.arange(self.num_targets, dtype=self.csr.index.dtype, device=self.device)
+            self._shared["target"] = torch.repeat_interleave(node, self.in_degree, output_size=self.num_edges)
+        return self._shared["target"]
 
     def to(self, device: torch.device | str) -> Graph:
         """The graph on another device."""
-        moved = Graph(self.csr.to(device), self.num_sources, None if self.weight is None else self.weight.to(device))
-        moved._csc = None if self._csc is None else self._csc.to(device)
-        return moved
+        weight = None if self.weight is None else self.weight.to(device)
+        shared = {name: value.to(device) for name, value in self._shared.items()}
+        return Graph(self.csr.to(device), self.num_sources, weight, shared)
 
     def __repr__(self) -> str:
         weighted = ", weighted" if self.weight is not None else ""
         return f"Graph({self.num_sources} -> {self.num_targets} nodes, {self.num_edges} edges{weighted})"
+
+
+def _index_dtype(*sizes: int) -> torch.dtype:
+    """int32 where it holds every index; int64 while compiling, where comparing symbolic sizes would be a guard."""
+    if torch.compiler.is_compiling() or max(sizes) > _INT32_MAX:
+        return torch.int64
+    return torch.int32
 
 
 def sizes_of(num_nodes: Any) -> tuple[int, int]:
@@ -280,15 +300,6 @@ def to_edges(adjacency: Any) -> tuple[Any, Tensor | None]:
     return matrix_index.flip(0), value
 
 
-def check_edges(adjacency: Any, num_nodes: int) -> bool:
-    """Raise unless ``adjacency`` holds edges among ``num_nodes`` nodes."""
-    if isinstance(adjacency, Graph):
-        check_num_nodes(adjacency, num_nodes, num_nodes)
-    else:
-        check_edge_index(to_edges(adjacency)[0], num_nodes, num_nodes)
-    return True
-
-
 def check_num_nodes(graph: Graph, num_sources: int, num_targets: int) -> None:
     """Raise unless ``graph`` has that many nodes."""
     if (graph.num_sources, graph.num_targets) != (num_sources, num_targets):
@@ -298,77 +309,48 @@ def check_num_nodes(graph: Graph, num_sources: int, num_targets: int) -> None:
         )
 
 
-def needs_weight_grad(adjacency: Any, edge_weight: Tensor | None) -> bool:
-    """Whether edge weights, given beside the edges or within them, need a gradient."""
-    return any(t.requires_grad for t in (*_tensors(adjacency), edge_weight) if t is not None)
+def one_weight(edge_weight: Tensor | None, value: Tensor | None) -> Tensor | None:
+    """The weights of edges: those given beside them, or those within them."""
+    if edge_weight is not None and value is not None:
+        raise ValueError("got 'edge_weight' and edges that have weights of their own; give one of them")
+    return edge_weight if value is None else value
 
 
-@dataclass
-class _Entry:
-    others: tuple[Any, ...]  # weak references to the other tensors that the value was made from
-    versions: tuple[int, ...]
-    value: Any
-
-    def holds(self, others: tuple[Tensor, ...]) -> bool:
-        return all(other() is t for other, t in zip(self.others, others, strict=True))
-
-
-_cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def _tensors(adjacency: Any) -> tuple[Any, ...]:
-    """The tensors that hold the edges, an index first."""
+def identity(adjacency: Any, weights: bool) -> tuple[Any, ...]:
+    """The tensors that stand for ``adjacency`` in a cache, with its weights or without."""
     kind = kind_of(adjacency)
     if kind == "graph":
-        return (adjacency.csr.index, *(() if adjacency.weight is None else (adjacency.weight,)))
-    if kind == "torch_sparse":
-        value = adjacency.storage.value()
-        return (adjacency.storage.col(), *(() if value is None else (value,)))
-    return (adjacency,)
-
-
-def _anchors(adjacency: Any, edge_weight: Tensor | None) -> tuple[Tensor, ...] | None:
-    """Tensors that identify the input, or ``None`` if it cannot be cached."""
-    tensors = (*_tensors(adjacency), *(() if edge_weight is None else (edge_weight,)))
-    if torch.compiler.is_compiling() or not all(isinstance(t, Tensor) for t in tensors):
-        return None
-    uncacheable = any(t.is_inference() or (t.requires_grad and t.is_floating_point()) for t in tensors)
-    return None if uncacheable else tensors
-
-
-def cached(adjacency: Any, edge_weight: Tensor | None, key: Hashable, build: Callable[[], _T]) -> _T:
-    """``build()``, remembered as long as the tensors it was made from live unchanged.
-
-    Args:
-        adjacency: Edges in any accepted form.
-        edge_weight: Edge weights, if any. Weights that need a gradient are never cached.
-        key: What else the result depends on.
-        build: Makes the result; it must not hold on to the given tensors themselves.
-    """
-    tensors = _anchors(adjacency, edge_weight)
-    if tensors is None:
-        return build()
-    versions = tuple(t._version for t in tensors)
-    entries = _cache.setdefault(tensors[0], {})
-    full_key = (key, tuple(id(t) for t in tensors[1:]))
-    entry = entries.get(full_key)
-    if entry is not None and entry.versions == versions and entry.holds(tensors[1:]):
-        return entry.value
-    for stale in [k for k, e in entries.items() if e.versions[0] != versions[0] or any(o() is None for o in e.others)]:
-        del entries[stale]
-    value = build()
-    entries[full_key] = _Entry(tuple(ref(t) for t in tensors[1:]), versions, value)
-    return value
+        tensors: tuple[Any, ...] = (adjacency.csr.index,)
+        value = adjacency.weight
+    elif kind == "torch_sparse":
+        tensors, value = (adjacency.storage.col(), adjacency.storage.rowptr()), adjacency.storage.value()
+    else:
+        tensors, value = (_plain(adjacency),), None
+    return tensors if value is None or not weights else (*tensors, value)
 
 
 def as_graph(adjacency: Any, num_nodes: int | tuple[int, int], edge_weight: Tensor | None = None) -> Graph:
-    """The graph of ``adjacency``: itself if it is one, else built once and then served from the weak cache.
+    """The graph of ``adjacency``: itself if it is one, else sorted once and then served from the weak cache.
 
-    A given :class:`Graph` must fit ``num_nodes``.
+    Weights keep their gradient; those that need none are brought into order once. A given :class:`Graph` must fit
+    ``num_nodes``.
     """
+
+    def build() -> Graph:
+        edge_index, value = to_edges(adjacency)
+        graph = Graph.from_edge_index(edge_index, num_nodes)
+        return graph if value is None else weighted(graph, value)
+
+    def weighted(graph: Graph, weight: Tensor) -> Graph:
+        return graph.with_weight(graph.to_csr_order(check_edge_weight(weight, graph.num_edges)))
+
     if isinstance(adjacency, Graph):
         check_num_nodes(adjacency, *sizes_of(num_nodes))
-        return Graph.from_adjacency(adjacency, num_nodes, edge_weight)
-    return cached(
-        adjacency, edge_weight, ("graph", num_nodes), lambda: Graph.from_adjacency(adjacency, num_nodes, edge_weight)
-    )
+        graph = adjacency
+    else:
+        graph = cached(identity(adjacency, weights=True), ("graph", num_nodes), build)
+    weight = one_weight(edge_weight, None if edge_weight is None else graph.weight)
+    if weight is None:
+        return graph
+    tensors = (*identity(adjacency, weights=False), weight)
+    return cached(tensors, ("weighted graph", num_nodes), lambda: weighted(graph, weight))

@@ -277,6 +277,11 @@ def sddmm(
           ``[S]`` (or ``[1]``), required for int8 rows
         - **output:** fp32 ``[E]`` (float64 for float64 rows)
     """
+    if (x_target.dtype == torch.int8) != (x_source.dtype == torch.int8):
+        raise TypeError(
+            f"'sddmm' expects both operands in int8 or both in a floating-point type (got {x_target.dtype} and "
+            f"{x_source.dtype})"
+        )
     target = torch.repeat_interleave(indptr.diff().long(), output_size=index.numel())
     dtype = torch.int32 if x_target.dtype == torch.int8 else _compute_dtype(x_target)
     out = torch.empty(index.numel(), dtype=_compute_dtype(x_target), device=x_target.device)

@@ -11,7 +11,9 @@ from torch_geometric import EdgeIndex
 from dense import adjacency, adjacency_of
 from graphs import GRAPHS
 from qgnn import Graph
-from qgnn.graph import _cache, as_graph, cached, needs_weight_grad
+from qgnn import graph as graph_module
+from qgnn.graph import as_graph
+from qgnn.weak_cache import _entries, cached
 
 
 def fresh_edges() -> Tensor:
@@ -19,7 +21,7 @@ def fresh_edges() -> Tensor:
 
 
 def entries_of(tensor: Tensor) -> dict:
-    return _cache.get(tensor, {})
+    return _entries.get(tensor, {})
 
 
 def test_the_same_tensor_gives_the_same_graph() -> None:
@@ -68,18 +70,44 @@ def test_changed_edges_are_checked_again() -> None:
         as_graph(edge_index, 50)
 
 
+def test_a_change_of_the_tensor_inside_an_edge_index_object_is_noticed() -> None:
+    edge_index = fresh_edges()
+    edges = EdgeIndex(edge_index, sparse_size=(50, 50))
+    as_graph(edges, 50)
+    edge_index[1].fill_(3)
+    assert adjacency_of(as_graph(edges, 50))[3].sum() == 200
+
+
+def test_a_swap_of_the_data_is_noticed() -> None:
+    """Assigning to ``.data`` leaves the version as it was."""
+    edge_index = fresh_edges()
+    as_graph(edge_index, 50)
+    edge_index.data = torch.full((2, 200), 3)
+    assert adjacency_of(as_graph(edge_index, 50))[3, 3] == 200
+
+
+def test_edges_are_sorted_once_whatever_weights_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    sorts, sort_by = [], graph_module._sort_by
+    monkeypatch.setattr(graph_module, "_sort_by", lambda *args: sorts.append(1) or sort_by(*args))
+    edge_index = fresh_edges()
+    for requires_grad in (False, True, False):
+        graph = as_graph(edge_index, 50, torch.rand(200, requires_grad=requires_grad))
+        assert graph.csc is as_graph(edge_index, 50).csc
+    assert len(sorts) == 2  # by target and by source
+
+
 def test_an_entry_dies_with_its_tensor() -> None:
     edge_index = fresh_edges()
-    alive = len(_cache)
+    alive = len(_entries)
     graph = weakref.ref(as_graph(edge_index, 50))
     tensor = weakref.ref(edge_index)
     assert graph() is not None
-    assert len(_cache) == alive + 1
+    assert len(_entries) == alive + 1
     del edge_index
     gc.collect()
     assert tensor() is None
     assert graph() is None
-    assert len(_cache) == alive
+    assert len(_entries) == alive
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -125,23 +153,21 @@ def test_a_successor_of_dead_weights_is_not_mistaken_for_them() -> None:
         assert (as_graph(edge_index, 50, weight).weight == value).all()
         del weight
     as_graph(edge_index, 50, torch.ones(200))
-    assert len(entries_of(edge_index)) <= 2  # entries of dead weights go when others come
+    assert len(entries_of(edge_index)) <= 3  # entries of dead weights go when others come
 
 
 def test_weights_that_need_a_gradient_are_not_cached() -> None:
     edge_index, weight = fresh_edges(), torch.rand(200, requires_grad=True)
     first = as_graph(edge_index, 50, weight)
     assert as_graph(edge_index, 50, weight) is not first
-    assert not entries_of(edge_index)
-    assert needs_weight_grad(edge_index, weight)
-    assert not needs_weight_grad(edge_index, weight.detach())
-    assert not needs_weight_grad(edge_index, None)
+    assert len(entries_of(edge_index)) == 1  # the edges alone
+    assert first.weight.requires_grad
 
 
 def test_sparse_values_that_need_a_gradient_are_not_cached() -> None:
     matrix = torch.eye(3).to_sparse_coo().requires_grad_()
-    assert needs_weight_grad(matrix, None)
     assert as_graph(matrix, 3) is not as_graph(matrix, 3)
+    assert as_graph(matrix, 3).weight.requires_grad
     assert not entries_of(matrix)
 
 
@@ -174,9 +200,9 @@ def test_changed_values_of_a_sparse_matrix_are_noticed(layout: str) -> None:
 
 def test_graphs_are_not_cached() -> None:
     graph = Graph.from_edge_index(fresh_edges(), 50)
-    alive = len(_cache)
+    alive = len(_entries)
     assert as_graph(graph, 50) is graph
-    assert len(_cache) == alive
+    assert len(_entries) == alive
 
 
 def test_cached_builds_once_for_each_key() -> None:
@@ -186,9 +212,9 @@ def test_cached_builds_once_for_each_key() -> None:
         built.append(object())
         return built[-1]
 
-    first = cached(edge_index, None, "a", build)
-    assert cached(edge_index, None, "a", build) is first
-    assert cached(edge_index, None, "b", build) is not first
+    first = cached((edge_index,), "a", build)
+    assert cached((edge_index,), "a", build) is first
+    assert cached((edge_index,), "b", build) is not first
     assert len(built) == 2
 
 
@@ -199,7 +225,7 @@ def test_a_failed_build_leaves_no_entry() -> None:
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
-        cached(edge_index, None, "key", fail)
+        cached((edge_index,), "key", fail)
     assert not entries_of(edge_index)
 
 

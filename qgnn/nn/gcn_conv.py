@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch_geometric.nn.conv import GCNConv
 
-from qgnn import functional
+from qgnn import functional, trace
 from qgnn.config import QConfig, check_product_config
-from qgnn.graph import Graph, cached, check_edge_weight, check_edges, kind_of, needs_weight_grad, to_edges
+from qgnn.graph import Graph, as_graph, check_edge_weight, identity, one_weight, to_edges
 from qgnn.nn._common import active_config, initialize_lazy, needs_message_path
-from qgnn.nn.gcn_norm import add_self_loops, gcn_norm
+from qgnn.nn.gcn_norm import GCNStructure
 from qgnn.qtensor import QTensor
+from qgnn.weak_cache import cached
 
 _REDUCE = {"add": "sum", "sum": "sum", "mean": "mean"}
-_LOOP_MODE = {"torch_sparse": "replace", "sparse matrix": "append"}  # what PyG does with self-loops of these
 
 
 class QGCNConv(GCNConv):
@@ -78,7 +78,8 @@ class QGCNConv(GCNConv):
         check_product_config(config, type(self).__name__)
         super().__init__(in_channels, out_channels, improved, cached, add_self_loops, normalize, bias, **kwargs)
         self.config = config
-        if config is not None and self.aggr not in _REDUCE:
+        self._is_fused_aggr = isinstance(self.aggr, str) and self.aggr in _REDUCE
+        if config is not None and not self._is_fused_aggr:
             raise ValueError(
                 f"'{type(self).__name__}' expects 'aggr' to be one of {tuple(_REDUCE)} (got {kwargs['aggr']!r}); "
                 f"other aggregations run in full precision with config=None"
@@ -86,24 +87,19 @@ class QGCNConv(GCNConv):
 
     def forward(self, x: Tensor | QTensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Convolve ``x`` over the graph."""
-        if self.aggr not in _REDUCE or needs_message_path(self, GCNConv, self.lin):
+        if not self._is_fused_aggr or needs_message_path(self, GCNConv, self.lin):
             return self._forward_messages(x, edge_index, edge_weight)
         name = type(self).__name__
         if isinstance(x, (tuple, list)):
             raise ValueError(f"'{name}' expects one tensor of node features (got {len(x)}); it is no bipartite layer")
+        if len(x.shape) != 2 and self.config is None:
+            return self._forward_messages(x, edge_index, edge_weight)  # PyG takes batches of features on one graph
         if len(x.shape) != 2:
             raise ValueError(f"'{name}' expects 'x' with two dimensions [N, F] (got {list(x.shape)})")
         initialize_lazy(self.lin, x)
-        graph, learned_weight = self._prepare(x.shape[0], edge_index, edge_weight, x.dtype)
-        return functional.graph_linear(
-            graph,
-            x,
-            self.lin.weight,
-            self.bias,
-            learned_weight,
-            _REDUCE[self.aggr],
-            config=active_config(self, self.config),
-        )
+        graph = self._prepare(x.shape[0], edge_index, edge_weight, x.dtype)
+        config = active_config(self, self.config)
+        return functional.graph_linear(graph, x, self.lin.weight, self.bias, reduce=_REDUCE[self.aggr], config=config)
 
     def _forward_messages(self, x: Any, edge_index: Any, edge_weight: Tensor | None) -> Tensor:
         """PyG's own path, in full precision."""
@@ -112,59 +108,37 @@ class QGCNConv(GCNConv):
                 f"'{type(self).__name__}' expects 'edge_index' as a tensor while an explainer, hooks or a custom "
                 f"aggregation are attached (got a Graph)"
             )
-        self._cached_edge_index = self._cached_adj_t = None  # PyG would serve them for any graph
-        return super().forward(x.dequantize() if isinstance(x, QTensor) else x, edge_index, edge_weight)
+        x = x.dequantize() if isinstance(x, QTensor) else x
+        try:
+            out = super().forward(x, edge_index, edge_weight)
+        finally:
+            self._cached_edge_index = self._cached_adj_t = None  # PyG would serve them for any graph
+        if trace.recording():
+            trace.report("messages.forward", str(out.dtype).removeprefix("torch."), "pyg", (x, out))
+        return out
 
-    def _prepare(
-        self, num_nodes: int, adjacency: Any, edge_weight: Tensor | None, dtype: torch.dtype
-    ) -> tuple[Graph, Tensor | None]:
-        """The graph to aggregate over, and weights of its edges if they need a gradient."""
+    def _prepare(self, num_nodes: int, adjacency: Any, edge_weight: Tensor | None, dtype: torch.dtype) -> Graph:
+        """The graph to aggregate over, with its final weights."""
         dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        key = (num_nodes, self.improved, self.add_self_loops, self.normalize, self.flow)
+        key = (num_nodes, self.add_self_loops, self.flow)
+        if isinstance(adjacency, Graph):
+            if edge_weight is None and not self.normalize and self.flow == "source_to_target":
+                return as_graph(adjacency, num_nodes)
+            if edge_weight is not None and adjacency.weight is None:
+                edge_weight = adjacency.to_csr_order(check_edge_weight(edge_weight, adjacency.num_edges))
 
-        def edges() -> tuple[Tensor, Tensor | None]:
-            return self._weighted_edges(adjacency, edge_weight, num_nodes, dtype)
-
-        cached(adjacency, None, ("checked", num_nodes), lambda: check_edges(adjacency, num_nodes))
-        if not needs_weight_grad(adjacency, edge_weight):
-
-            def build() -> Graph:
-                edge_index, weight = edges()
-                return Graph.from_edge_index(edge_index, num_nodes, weight)
-
-            return cached(adjacency, edge_weight, ("gcn", dtype, *key), build), None
-        edge_index, weight = edges()
-        structure = cached(
-            adjacency, None, ("gcn structure", *key), lambda: Graph.from_edge_index(edge_index, num_nodes)
-        )
-        return structure, weight
-
-    def _weighted_edges(
-        self, adjacency: Any, edge_weight: Tensor | None, num_nodes: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
-        """Edges with self-loops and normalized weights, as COO; differentiable in the given weights."""
-        edge_index, value = to_edges(adjacency)
-        if value is not None and edge_weight is not None:
-            raise ValueError(f"'{type(self).__name__}' got 'edge_weight' and edges that have values; give one of them")
-        weight = edge_weight if value is None else value
-        if weight is not None:
-            weight = check_edge_weight(weight, edge_index.shape[1]).to(dtype)
-            if isinstance(adjacency, Graph) and value is None:  # given in the order of the graph's edges
-                weight = adjacency.to_csr_order(weight)
-        if self.flow == "target_to_source":
-            edge_index = edge_index.flip(0)
-        if not self.normalize:
-            return edge_index, weight
-        # Without edge weights PyG gives every self-loop 1, improved or not.
-        fill_value = 2.0 if self.improved and weight is not None else 1.0
-        if weight is None:
-            weight = torch.ones(edge_index.shape[1], dtype=dtype, device=edge_index.device)
-        if self.add_self_loops:
-            mode = _LOOP_MODE.get(kind_of(adjacency), "remaining")
-            # A mean counts edges, so there the moved self-loops really have to go.
+        def structure() -> GCNStructure:
+            # A mean counts edges, so there the replaced self-loops really have to go.
             fixed_shape = torch.compiler.is_compiling() and self.aggr != "mean"
-            edge_index, weight = add_self_loops(edge_index, weight, num_nodes, fill_value, mode, fixed_shape)
-        return edge_index, gcn_norm(edge_index, weight, num_nodes)
+            return GCNStructure(adjacency, num_nodes, self.add_self_loops, self.flow, fixed_shape)
+
+        def weighted() -> Graph:
+            edges = cached(identity(adjacency, weights=False), ("gcn structure", *key), structure)
+            weight = one_weight(edge_weight, to_edges(adjacency)[1])
+            return edges.weighted(weight, dtype, self.improved, self.normalize)
+
+        tensors = identity(adjacency, weights=True) + (() if edge_weight is None else (edge_weight,))
+        return cached(tensors, ("gcn", dtype, self.improved, self.normalize, *key), weighted)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, config={self.config})"

@@ -1,49 +1,109 @@
-"""Self-loops and symmetric normalization, with PyG's results and finite gradients."""
+"""Self-loops and symmetric normalization, with PyG's results and finite gradients.
+
+What depends on the edges alone (:class:`GCNStructure`) is made once a graph. What depends on their weights is cheap,
+needs no synchronization and is differentiable.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from qgnn.graph import Graph, check_edge_index, check_edge_weight, check_num_nodes, kind_of, to_edges
+
+# What becomes of self-loops that a graph has already, by the kind of its edges, as in PyG: the weight of (the last copy
+# of) each moves into the new self-loop, or is added to it, or is dropped.
+_LOOP_RULE = {"edge_index": "move", "graph": "move", "sparse matrix": "add", "torch_sparse": "drop"}
 
 
-def add_self_loops(
-    edge_index: Tensor, edge_weight: Tensor, num_nodes: int, fill_value: float, mode: str, fixed_shape: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Append a self-loop to every node.
-
-    Args:
-        edge_index: Edges, ``[2, E]``.
-        edge_weight: Their weights, ``[E]``.
-        num_nodes: Number of nodes ``N``.
-        fill_value: Weight of a new self-loop.
-        mode: What happens to self-loops that exist: ``"remaining"`` moves the weight of (the last copy of) each into
-            the new one, ``"replace"`` drops them, ``"append"`` keeps them beside the new ones.
-        fixed_shape: Leave moved and dropped self-loops in place with weight 0, so that shapes do not depend on data.
-    """
-    source, target = edge_index[0], edge_index[1]
-    node = torch.arange(num_nodes, dtype=edge_index.dtype, device=edge_index.device)
-    loop_weight = edge_weight.new_full((num_nodes,), fill_value)
-    is_loop = source == target
-    if mode != "replace":
-        slot = torch.where(is_loop, source, num_nodes).long()  # what is no self-loop goes to a spare slot
-        slots = torch.nn.functional.pad(loop_weight, (0, 1))
-        write = slots.scatter if mode == "remaining" else slots.index_add
-        loop_weight = write(0, slot, edge_weight)[:num_nodes]
-    if fixed_shape:
-        edge_weight = edge_weight.masked_fill(is_loop, 0.0)
-    else:
-        edge_index, edge_weight = edge_index[:, ~is_loop], edge_weight[~is_loop]
-    return torch.cat([edge_index, node.expand(2, -1)], dim=1), torch.cat([edge_weight, loop_weight])
-
-
-def gcn_norm(edge_index: Tensor, edge_weight: Tensor, num_nodes: int) -> Tensor:
+def gcn_norm(graph: Graph, weight: Tensor) -> Tensor:
     r"""Symmetric normalization :math:`w_{ji} / \sqrt{d_j d_i}`, :math:`d_i` the sum of the weights into :math:`i`.
 
     A node of degree 0 gets factor 0, with a finite gradient: the power is taken of 1 in its place. A negative degree
-    gives NaN, in the rows that it reaches.
+    gives NaN, in the rows that it reaches. Sums are taken in CSR order, so they repeat bit for bit.
+
+    Args:
+        graph: The edges.
+        weight: Their weights in CSR order, ``[E]``.
     """
-    source, target = edge_index[0], edge_index[1]
-    degree = edge_weight.new_zeros(num_nodes).index_add(0, target, edge_weight)
+    degree = torch.segment_reduce(weight, "sum", offsets=graph.csr.indptr, initial=0, unsafe=True)
     isolated = degree == 0
     factor = degree.masked_fill(isolated, 1.0).pow(-0.5).masked_fill(isolated, 0.0)
-    return factor[source] * edge_weight * factor[target]
+    return factor.index_select(0, graph.csr.index) * weight * factor.index_select(0, graph.target)
+
+
+class GCNStructure:
+    """The edges of a GCN layer, sorted: the given ones and, if wanted, one self-loop a node.
+
+    Args:
+        adjacency: Edges in any accepted form.
+        num_nodes: Number of nodes ``N``.
+        add_self_loops: Whether to add self-loops.
+        flow: PyG's direction of messages.
+        fixed_shape: Leave self-loops that are replaced in the list with weight 0, so that no shape depends on data.
+    """
+
+    def __init__(
+        self,
+        adjacency: Any,
+        num_nodes: int,
+        add_self_loops: bool = True,
+        flow: str = "source_to_target",
+        fixed_shape: bool = False,
+    ) -> None:
+        if isinstance(adjacency, Graph):
+            check_num_nodes(adjacency, num_nodes, num_nodes)
+        edge_index, _ = to_edges(adjacency)
+        check_edge_index(edge_index, num_nodes, num_nodes)
+        if flow == "target_to_source":
+            edge_index = edge_index.flip(0)
+        self.num_given = edge_index.shape[1]
+        self.rule = _LOOP_RULE[kind_of(adjacency)] if add_self_loops else None
+        if add_self_loops:
+            is_loop = edge_index[0] == edge_index[1]
+            node = torch.arange(num_nodes, dtype=edge_index.dtype, device=edge_index.device)
+            if fixed_shape:
+                self.kept = None
+                self.is_loop, self.loop_node = is_loop, torch.where(is_loop, edge_index[0], num_nodes).long()
+            else:
+                self.kept, self.loops = (~is_loop).nonzero().squeeze(1), is_loop.nonzero().squeeze(1)
+                self.loop_node = edge_index[0, self.loops].long()
+                edge_index = edge_index[:, self.kept]
+            edge_index = torch.cat([edge_index, node.expand(2, -1)], dim=1)
+        self.graph = Graph.from_edge_index(edge_index, num_nodes)
+
+    def weighted(self, edge_weight: Tensor | None, dtype: torch.dtype, improved: bool, normalize: bool) -> Graph:
+        """The graph with its final weights, which carry the gradient of the given ones.
+
+        Args:
+            edge_weight: Weights of the given edges, in their order; ``None`` means all ones.
+            dtype: Type of the result's weights.
+            improved: Whether a new self-loop weighs 2; without edge weights PyG gives it 1 all the same.
+            normalize: Whether to normalize.
+        """
+        fill_value = 2.0 if improved and edge_weight is not None else 1.0
+        if edge_weight is not None:
+            edge_weight = check_edge_weight(edge_weight, self.num_given).to(dtype)
+        elif not normalize:
+            return self.graph
+        else:
+            edge_weight = torch.ones(self.num_given, dtype=dtype, device=self.graph.device)
+        if self.rule is not None:
+            edge_weight = self._with_loops(edge_weight, fill_value)
+        weight = self.graph.to_csr_order(edge_weight)
+        return self.graph.with_weight(gcn_norm(self.graph, weight) if normalize else weight)
+
+    def _with_loops(self, edge_weight: Tensor, fill_value: float) -> Tensor:
+        loop_weight = edge_weight.new_full((self.graph.num_targets,), fill_value)
+        if self.kept is None:  # everything that is no self-loop writes to a spare slot
+            slots, moved, kept_weight = pad(loop_weight, (0, 1)), edge_weight, edge_weight.masked_fill(self.is_loop, 0)
+        else:
+            slots, moved, kept_weight = loop_weight, edge_weight[self.loops], edge_weight[self.kept]
+        if self.rule == "move":
+            slots = slots.scatter(0, self.loop_node, moved)
+        elif self.rule == "add":
+            slots = slots.index_add(0, self.loop_node, moved)
+        return torch.cat([kept_weight, slots[: self.graph.num_targets]])

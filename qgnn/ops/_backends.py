@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,6 +21,16 @@ from qgnn import reference, trace
 STREAM_INPUT, STREAM_WEIGHT, STREAM_HIDDEN = 0, 1, 2
 STREAM_GRAD, STREAM_WEIGHT_T, STREAM_GRAD_HIDDEN = 3, 4, 5
 
+# The functions of a backend, and the kernel file that each lives in.
+_HOMES = {
+    "quantize": "quantize",
+    "matmul": "matmul",
+    "matmul_requantize": "matmul",
+    "matmul_dw": "matmul",
+    "spmm": "spmm",
+    "spmm_requantize": "spmm",
+    "sddmm": "sddmm",
+}
 _ROUNDS = {"quantize", "matmul_requantize", "spmm_requantize"}
 
 
@@ -64,27 +75,14 @@ def _relative_error(operands: tuple[Any, ...], results: tuple[Any, ...], block_s
 @cache
 def torch_backend() -> Backend:
     """Plain PyTorch: the reference functions."""
-    names = ("quantize", "matmul", "matmul_requantize", "matmul_dw", "spmm", "spmm_requantize", "sddmm")
-    return Backend(reference.NAME, {name: getattr(reference, name) for name in names})
+    return Backend(reference.NAME, {name: getattr(reference, name) for name in _HOMES})
 
 
 @cache
 def triton_backend() -> Backend:
     """The Triton kernels; imported here, at the first CUDA call."""
-    from qgnn.kernels import matmul, quantize, sddmm, spmm
-
-    return Backend(
-        "triton",
-        {
-            "quantize": quantize.quantize,
-            "matmul": matmul.matmul,
-            "matmul_requantize": matmul.matmul_requantize,
-            "matmul_dw": matmul.matmul_dw,
-            "spmm": spmm.spmm,
-            "spmm_requantize": spmm.spmm_requantize,
-            "sddmm": sddmm.sddmm,
-        },
-    )
+    modules = {home: import_module(f"qgnn.kernels.{home}") for home in set(_HOMES.values())}
+    return Backend("triton", {name: getattr(modules[home], name) for name, home in _HOMES.items()})
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:

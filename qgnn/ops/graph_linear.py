@@ -22,6 +22,7 @@ from qgnn.ops._backends import (
     fresh,
 )
 from qgnn.ops.matmul import (
+    bias_grad,
     fake_kept,
     input_grad,
     quantize_operand,
@@ -106,8 +107,25 @@ graph_linear = define(
 
 
 @graph_linear.register_fake
-def _(x: Tensor, x_scale: Tensor | None, weight: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    indptr, granularity, keep_codes, keep_hidden = args[4], args[11], args[12], args[13]
+def _(
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    edge_weight: Tensor | None,
+    edge_weight_t: Tensor | None,
+    row_factor: Tensor | None,
+    indptr: Tensor,
+    index: Tensor,
+    indptr_t: Tensor,
+    index_t: Tensor,
+    order_t: Tensor,
+    seed: Tensor | None,
+    bits: int,
+    granularity: str,
+    keep_codes: bool,
+    keep_hidden: bool,
+) -> tuple[Tensor, ...]:
     out_dtype = x.dtype if x.is_floating_point() else weight.dtype
     out = x.new_empty((indptr.shape[0] - 1, weight.shape[0]), dtype=out_dtype)
     hidden = x.new_empty((x.shape[0], weight.shape[0]))
@@ -174,17 +192,38 @@ graph_linear_backward = define(
 
 
 @graph_linear_backward.register_fake
-def _(grad: Tensor, x: Tensor | None, x_scale: Tensor | None, weight: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    edge_weight, indptr_t = args[2], args[7]
-    needs_dx, needs_dw, needs_dedge = args[-3:]
+def _(
+    grad: Tensor,
+    x: Tensor | None,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    hidden: Tensor | None,
+    hidden_scale: Tensor | None,
+    edge_weight: Tensor | None,
+    edge_weight_t: Tensor | None,
+    row_factor: Tensor | None,
+    indptr: Tensor,
+    index: Tensor,
+    indptr_t: Tensor,
+    index_t: Tensor,
+    order_t: Tensor,
+    seed: Tensor | None,
+    bits: int,
+    granularity: str,
+    needs_dx: bool,
+    needs_dw: bool,
+    needs_dedge: bool,
+) -> tuple[Tensor, ...]:
     dx = grad.new_empty((indptr_t.shape[0] - 1, weight.shape[1])) if needs_dx else grad.new_empty(0)
     dw = weight.new_empty(weight.shape) if needs_dw else grad.new_empty(0)
-    dedge = edge_weight.new_empty(edge_weight.shape) if needs_dedge else grad.new_empty(0)
+    dedge = grad.new_empty(0)
+    if needs_dedge and edge_weight is not None:
+        dedge = edge_weight.new_empty(edge_weight.shape)
     return dx, dw, dedge
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, weight, _, edge_weight, edge_weight_t, row_factor, *graph, seed, bits, granularity, keep_codes, _ = inputs
+    _, _, weight, bias, edge_weight, edge_weight_t, row_factor, *graph, seed, bits, granularity, keep_codes, _ = inputs
     _, x_q, codes_scale, hidden, hidden_scale = output
     ctx.mark_non_differentiable(x_q, codes_scale, hidden, hidden_scale)
     ctx.set_materialize_grads(False)
@@ -193,6 +232,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     kept_hidden = (hidden, hidden_scale) if learns_edges else (None, None)
     ctx.save_for_backward(*kept_x, weight, *kept_hidden, edge_weight, edge_weight_t, row_factor, *graph, seed)
     ctx.options = (bits, granularity)
+    ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -207,7 +247,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         dx if needs_dx else None,
         None,
         dw if needs_dw else None,
-        grad.sum(0) if needs_bias else None,
+        bias_grad(grad, ctx.bias_dtype) if needs_bias else None,
         dedge if needs_dedge else None,
         *(None,) * 12,
     )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qgnn import trace
 from qgnn.ops._backends import (
     STREAM_GRAD,
     STREAM_INPUT,
@@ -50,7 +51,15 @@ def weight_grad(backend: Backend, g_q: Tensor, g_scale: Tensor, x: Tensor, x_sca
     """``dw = g^T x`` in fp32, from the saved codes, or from ``x`` itself if that was kept."""
     if x_scale is not None:
         return backend.call("matmul_dw", "matmul.backward_dw", g_q, g_scale, x, x_scale, bits=bits)
-    return (g_q.float() * g_scale[:, None]).t() @ x.float()
+    dw = (g_q.float() * g_scale[:, None]).t() @ x.float()
+    trace.report("matmul.backward_dw", "float32", "torch", (g_q, g_scale, x, dw))
+    return dw
+
+
+def bias_grad(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Column sums of the output's gradient, in fp32 at least."""
+    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    return grad.sum(0, dtype=wide).to(dtype)
 
 
 def _matmul(
@@ -156,13 +165,14 @@ def saved_input(inputs: tuple[Any, ...], x_q: Tensor, codes_scale: Tensor, keep_
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, weight, _, seed, bits, granularity, keep_codes = inputs
+    _, _, weight, bias, seed, bits, granularity, keep_codes = inputs
     _, x_q, codes_scale = output
     ctx.mark_non_differentiable(x_q, codes_scale)
     ctx.set_materialize_grads(False)
     x, x_scale = saved_input(inputs, x_q, codes_scale, keep_codes)
     ctx.save_for_backward(x if weight.requires_grad else None, x_scale, weight, seed)
     ctx.options = (bits, granularity)
+    ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -174,8 +184,8 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if needs_dx or needs_dw:
         operand = grad if x is None else x
         dx, dw = matmul_backward(grad, operand, x_scale, weight, seed, *ctx.options, needs_dx, needs_dw)
-    bias_grad = grad.float().sum(0).to(weight.dtype) if needs_bias else None
-    return dx if needs_dx else None, None, dw if needs_dw else None, bias_grad, None, None, None, None
+    db = bias_grad(grad, ctx.bias_dtype) if needs_bias else None
+    return dx if needs_dx else None, None, dw if needs_dw else None, db, None, None, None, None
 
 
 matmul.register_autograd(_backward, setup_context=_setup_context)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qgnn.ops._backends import STREAM_GRAD, STREAM_INPUT, Backend, define, fresh
-from qgnn.ops.matmul import fake_kept, quantize_operand
+from qgnn.ops.matmul import bias_grad, fake_kept, quantize_operand
 
 
 def transposed_weight(weight: Tensor | None, weight_t: Tensor | None, order_t: Tensor) -> Tensor | None:
@@ -92,8 +92,22 @@ spmm = define(
 
 
 @spmm.register_fake
-def _(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    indptr, granularity, keep_codes = args[4], args[11], args[12]
+def _(
+    x: Tensor,
+    weight: Tensor | None,
+    weight_t: Tensor | None,
+    row_factor: Tensor | None,
+    bias: Tensor | None,
+    indptr: Tensor,
+    index: Tensor,
+    indptr_t: Tensor,
+    index_t: Tensor,
+    order_t: Tensor,
+    seed: Tensor | None,
+    bits: int,
+    granularity: str,
+    keep_codes: bool,
+) -> tuple[Tensor, ...]:
     out = x.new_empty((indptr.shape[0] - 1, x.shape[1]))
     return (out, *fake_kept(x, None, granularity, keep_codes))
 
@@ -149,15 +163,31 @@ spmm_backward = define(
 
 
 @spmm_backward.register_fake
-def _(grad: Tensor, x: Tensor | None, x_scale: Tensor | None, weight: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    indptr_t, needs_dx, needs_dweight = args[4], args[10], args[11]
+def _(
+    grad: Tensor,
+    x: Tensor | None,
+    x_scale: Tensor | None,
+    weight: Tensor | None,
+    weight_t: Tensor | None,
+    row_factor: Tensor | None,
+    indptr: Tensor,
+    index: Tensor,
+    indptr_t: Tensor,
+    index_t: Tensor,
+    order_t: Tensor,
+    seed: Tensor | None,
+    bits: int,
+    granularity: str,
+    needs_dx: bool,
+    needs_dweight: bool,
+) -> tuple[Tensor, ...]:
     dx = grad.new_empty((indptr_t.shape[0] - 1, grad.shape[1])) if needs_dx else grad.new_empty(0)
     dweight = weight.new_empty(weight.shape) if needs_dweight and weight is not None else grad.new_empty(0)
     return dx, dweight
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, weight_t, row_factor, _, *graph, seed, bits, granularity, keep_codes = inputs
+    x, weight, weight_t, row_factor, bias, *graph, seed, bits, granularity, keep_codes = inputs
     rows, scale = output[1:]
     ctx.mark_non_differentiable(rows, scale)
     ctx.set_materialize_grads(False)
@@ -166,6 +196,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
         saved_x, saved_scale = (rows, scale) if keep_codes else (x, None)
     ctx.save_for_backward(saved_x, saved_scale, weight, weight_t, row_factor, *graph, seed)
     ctx.options = (bits, granularity)
+    ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -175,8 +206,8 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     dx = dweight = None
     if needs_dx or needs_dweight:
         dx, dweight = spmm_backward(grad, *ctx.saved_tensors, *ctx.options, needs_dx, needs_dweight)
-    bias_grad = grad.sum(0) if needs_bias else None
-    return (dx if needs_dx else None, dweight if needs_dweight else None, None, None, bias_grad, *(None,) * 9)
+    db = bias_grad(grad, ctx.bias_dtype) if needs_bias else None
+    return (dx if needs_dx else None, dweight if needs_dweight else None, None, None, db, *(None,) * 9)
 
 
 spmm.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,62 @@
+"""Results remembered for as long as the tensors that they were made from live unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class _Entry:
+    others: tuple[Any, ...]  # weak references to the tensors besides the key
+    states: tuple[Hashable, ...]
+    value: Any
+
+    def serves(self, tensors: tuple[Tensor, ...], states: tuple[Hashable, ...]) -> bool:
+        same = all(other() is t for other, t in zip(self.others, tensors[1:], strict=True))
+        return same and self.states == states
+
+
+_entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _state(t: Tensor) -> Hashable:
+    """What changes when somebody writes to a tensor (its version) or swaps its data (where it lies)."""
+    place = t.data_ptr() if t.layout == torch.strided else None
+    return t._version, place, t.shape, t.device
+
+
+def cached(tensors: tuple[Any, ...], key: Hashable, build: Callable[[], _T]) -> _T:
+    """``build()``, remembered while all of ``tensors`` live unchanged.
+
+    Writes that bypass autograd's version counter (through ``.data`` or a NumPy view) are not noticed. Tensors that need
+    a gradient, inference tensors and tensors seen by a compiler are never cached.
+
+    Args:
+        tensors: What the result is made from; the first one owns the entry.
+        key: What else the result depends on.
+        build: Makes the result; it must not hold on to the given tensors themselves.
+    """
+    if torch.compiler.is_compiling() or not all(isinstance(t, Tensor) for t in tensors):
+        return build()
+    if any(t.is_inference() or t.requires_grad for t in tensors):
+        return build()
+    states = tuple(_state(t) for t in tensors)
+    entries = _entries.setdefault(tensors[0], {})
+    full_key = (key, tuple(id(t) for t in tensors[1:]))
+    entry = entries.get(full_key)
+    if entry is not None and entry.serves(tensors, states):
+        return entry.value
+    for stale in [k for k, e in entries.items() if e.states[0] != states[0] or any(o() is None for o in e.others)]:
+        del entries[stale]
+    value = build()
+    entries[full_key] = _Entry(tuple(ref(t) for t in tensors[1:]), states, value)
+    return value
