@@ -1,0 +1,5 @@
+"""The command line: ``qgnn train`` and ``qgnn info``, also as ``python -m qgnn.cli``."""
+
+from qgnn.cli.app import main
+
+__all__ = ["main"]

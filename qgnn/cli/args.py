@@ -1,0 +1,145 @@
+"""The arguments of the command line, checked before anything slow is imported or run."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from qgnn.cli.precision import Precision, parse_precision
+
+MODELS = ("gcn",)
+COMPRESSIONS = ("none",)
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """An argument type: a whole number not below ``minimum``."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"expected a whole number of at least {minimum} (got {text!r})")
+        return value
+
+    return parse
+
+
+def number_in(low: float, high: float, *, low_open: bool = False, high_open: bool = False) -> Callable[[str], float]:
+    """An argument type: a number between ``low`` and ``high``, each included unless open."""
+    ends = f"{'(' if low_open else '['}{low:g}, {high:g}{')' if high_open else ']'}"
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high or (low_open and value == low) or (high_open and value == high):
+            raise argparse.ArgumentTypeError(f"expected a number in {ends} (got {text!r})")
+        return value
+
+    return parse
+
+
+def list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """An argument type: comma-separated items, each parsed by ``parse``, without repetition."""
+
+    def parse_list(text: str) -> list[Any]:
+        return list(dict.fromkeys(parse(item.strip()) for item in text.split(",")))
+
+    return parse_list
+
+
+def precision(text: str) -> Precision:
+    """:func:`parse_precision` as an argument type."""
+    try:
+        return parse_precision(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def compression(text: str) -> str:
+    """A way to compress what is kept for the backward pass."""
+    if text not in COMPRESSIONS:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(COMPRESSIONS)} (got {text!r})")
+    return text
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of both commands."""
+    parser = Parser(prog="qgnn", description="Train PyTorch Geometric models in int8, and see what that brings.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,info}", parser_class=Parser)
+    _add_train(commands)
+    _add_info(commands)
+    return parser
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"qgnn {version('qgnn')}")
+        parser.exit(0)
+
+
+def _add_info(commands: Any) -> None:
+    parser = commands.add_parser(
+        "info",
+        help="versions, devices, and which backend serves each op",
+        description="Print versions, devices, and which backend serves each op and why.",
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write it to FILE as JSON")
+
+
+def _add_train(commands: Any) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a model at several precisions, side by side",
+        description="Train one model at several precisions on one data set, and print accuracy, time and memory side "
+        "by side. Without arguments: PyG in fp32 against int8 on the WordNet graph inside the package.",
+        epilog="Options without a default of their own take the usual values of the data set.",
+    )
+    what = parser.add_argument_group("what to train")
+    what.add_argument("--dataset", default="wordnet", metavar="NAME", help="data set (default: %(default)s, embedded)")
+    what.add_argument(
+        "--root", metavar="DIR", help="folder of the data sets, in PyG's layout (default: qgnn in the cache folder)"
+    )
+    what.add_argument("--model", default="gcn", choices=MODELS, help="model (default: %(default)s)")
+    what.add_argument(
+        "--precision",
+        type=list_of(precision),
+        default="fp32,int8",
+        metavar="LIST",
+        help="of fp32 (PyG's own layers), bf16 (the same under autocast), int2 to int8 (qgnn's layers, all but the "
+        "last); default: %(default)s",
+    )
+    what.add_argument(
+        "--compress",
+        type=list_of(compression),
+        default="none",
+        metavar="LIST",
+        help="compression of what is kept for the backward pass (only: none)",
+    )
+    what.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+
+    how = parser.add_argument_group("how to train")
+    how.add_argument("--epochs", type=at_least(1), metavar="N")
+    how.add_argument("--seeds", type=at_least(1), default=3, metavar="K", help="number of runs (default: %(default)s)")
+    how.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="the first seed (default: %(default)s)")
+    how.add_argument("--hidden", type=at_least(1), metavar="N", help="width of the hidden layers")
+    how.add_argument("--layers", type=at_least(1), metavar="N", help="number of layers")
+    how.add_argument("--dropout", type=number_in(0, 1, high_open=True), metavar="P")
+    how.add_argument("--lr", type=number_in(0, 100, low_open=True), metavar="RATE", help="learning rate of Adam")
+    how.add_argument("--weight-decay", type=number_in(0, 100), metavar="W", help="of the first layer")
+
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", metavar="FILE", help="write every run to FILE")
+    output.add_argument("--plot", metavar="FILE", help="draw the table to FILE (.png, .svg, .pdf)")

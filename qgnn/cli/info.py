@@ -1,0 +1,102 @@
+"""``qgnn info``: versions, devices, and which backend serves each op and why."""
+
+import argparse
+import importlib.util
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from qgnn import functional
+from qgnn.cli.train import check_writable, write_json
+from qgnn.cli.versions import versions
+from qgnn.config import QConfig
+from qgnn.trace import trace
+
+
+def info(options: argparse.Namespace) -> None:
+    """Run the command.
+
+    Args:
+        options: The parsed arguments.
+    """
+    if options.json is not None:
+        check_writable("--json", Path(options.json))
+    result: dict[str, Any] = {"versions": versions(), "devices": devices(), "ops": backends()}
+    if options.json is not None:
+        write_json(Path(options.json), result)
+
+    console = Console(highlight=False)
+    console.print("versions", style="bold")
+    for package, version in result["versions"].items():
+        console.print(f"  {package}: {version or 'not installed'}")
+    console.print("devices", style="bold")
+    for device in result["devices"]:
+        console.print(f"  {device['device']}: {device['name']}")
+    table = Table("op", "device", "backend", "why", title="which backend serves each op", title_justify="left")
+    for op, served in result["ops"].items():
+        for device, entry in served.items():
+            table.add_row(op, device, entry["backend"] or "none", entry["why"])
+    console.print(table)
+
+
+def devices() -> list[dict[str, Any]]:
+    """The CPU and every GPU that torch can use."""
+    found = [{"device": "cpu", "name": f"{cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"}]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"sm_{properties.major}{properties.minor}"
+        size = f"{properties.total_memory / 2**30:.0f} GiB"
+        found.append({"device": f"cuda:{index}", "name": f"{properties.name}, {capability}, {size}"})
+    return found
+
+
+def cpu_name() -> str:
+    """The model of the processor, as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def backends() -> dict[str, dict[str, dict[str, Any]]]:
+    """For each op and device type, the backend that serves it and why: ``{op: {device: {"backend", "why"}}}``.
+
+    Found by running a tiny layer forward and backward on each device, not by looking at settings.
+    """
+    served: dict[str, dict[str, dict[str, Any]]] = {}
+    for op, backend in probe("cpu").items():
+        served[op] = {"cpu": {"backend": backend, "why": "plain PyTorch, for tensors on the CPU"}}
+    if not torch.cuda.is_available():
+        why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
+        for op in served:
+            served[op]["cuda"] = {"backend": None, "why": why}
+        return served
+    why, found = "kernels compiled by Triton at the first call", {}
+    if importlib.util.find_spec("triton") is None:
+        why = "Triton is not installed: pip install triton"
+    else:
+        try:
+            found = probe("cuda")
+        except Exception as error:
+            why = f"the probe failed: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    for op in served:
+        served[op]["cuda"] = {"backend": found.get(op), "why": why}
+    return served
+
+
+def probe(device: str) -> dict[str, str]:
+    """Run each op once on a graph of four nodes, and see from the trace which backend served it."""
+    edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]], device=device)
+    x = torch.ones(4, 16, device=device, requires_grad=True)
+    weight = torch.ones(16, 16, device=device, requires_grad=True)
+    edge_weight = torch.ones(4, device=device, requires_grad=True)
+    with trace(error=False) as record:
+        functional.quantize(x.detach(), QConfig())
+        functional.graph_linear(edge_index, x, weight, edge_weight=edge_weight, config=QConfig()).sum().backward()
+    return {name.partition(".")[0]: op["backend"] for name, op in record.ops.items()}

@@ -1,0 +1,49 @@
+"""The table as a picture; needs matplotlib, which is imported only here."""
+
+from pathlib import Path
+from typing import Any
+
+from qgnn.cli.errors import UsageError
+from qgnn.cli.report import by_precision, summarize
+
+PANELS = (("acc", "test accuracy (%)"), ("epoch_ms", "time per epoch (ms)"), ("saved_mib", "kept for backward (MiB)"))
+
+
+def check_plot(path: Path) -> None:
+    """Raise unless matplotlib is there and knows the format of the file."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError("--plot needs matplotlib: pip install matplotlib") from error
+    formats = sorted(Figure().canvas.get_supported_filetypes())
+    if path.suffix.lower().removeprefix(".") not in formats:
+        raise UsageError(f"--plot expects a file name that ends in one of {', '.join(formats)} (got {str(path)!r})")
+
+
+def write_plot(path: Path, result: dict[str, Any]) -> None:
+    """Draw accuracy, time and memory of each precision side by side.
+
+    Args:
+        path: The file; its ending selects the format.
+        result: What ``--json`` writes.
+    """
+    from matplotlib.figure import Figure
+
+    rows = {name: summarize(runs) for name, runs in by_precision(result["runs"]).items()}
+    figure = Figure(figsize=(3.2 * len(PANELS), 3.2), layout="constrained")
+    figure.suptitle(f"{result['model'].upper()} on {result['dataset']}, {result['device'].upper()}")
+    for axes, (column, title) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
+        values = [row[column] for row in rows.values()]
+        errors = [row["acc_dev"] or 0.0 for row in rows.values()] if column == "acc" else None
+        bars = axes.bar(list(rows), values, yerr=errors, capsize=4, color=[f"C{n % 10}" for n in range(len(rows))])
+        axes.bar_label(bars, fmt="%.1f", padding=3)
+        axes.set_title(title, fontsize=10)
+        axes.margins(y=0.15)
+        axes.spines[["top", "right"]].set_visible(False)
+        if column == "acc":  # differences of a point would vanish on an axis from zero; the labels give the values
+            spread = max(5.0, 3 * (max(values) - min(values)))
+            axes.set_ylim(max(0.0, min(values) - spread), min(100.0, max(values) + spread / 2))
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise UsageError(f"--plot: {str(path)!r} could not be written after training ({error.strerror})") from error

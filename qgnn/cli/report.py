@@ -1,0 +1,87 @@
+"""The table on the terminal, and the JSON."""
+
+import json
+import sys
+from statistics import mean, median, stdev
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch_geometric.data import Data
+
+from qgnn.cli.recipe import Recipe
+from qgnn.cli.run import Run
+
+
+def by_precision(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The runs of each precision, in the order of first appearance."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        name = run["precision"] if run["compress"] == "none" else f"{run['precision']} + {run['compress']}"
+        groups.setdefault(name, []).append(run)
+    return groups
+
+
+def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Runs of one precision over seeds: accuracy in percent as mean and sample deviation, the median of the rest."""
+    accuracies = [100 * run["test_acc"] for run in runs]
+    peaks = [run["peak_mib"] for run in runs if run["peak_mib"] is not None]
+    return {
+        "acc": mean(accuracies),
+        "acc_dev": stdev(accuracies) if len(accuracies) > 1 else None,
+        "epoch_ms": median(run["epoch_ms"] for run in runs),
+        "saved_mib": median(run["saved_mib"] for run in runs),
+        "peak_mib": median(peaks) if peaks else None,
+    }
+
+
+def table(runs: list[dict[str, Any]], caption: str = "") -> Table:
+    """The comparison of all precisions, with speed relative to ``fp32``, which is PyG's own."""
+    rows = {name: summarize(group) for name, group in by_precision(runs).items()}
+    result = Table(caption=caption, caption_justify="left")
+    result.add_column("precision")
+    result.add_column("test accuracy %", justify="right", no_wrap=True)
+    for heading in ("ms per epoch", "MiB kept for backward", "peak MiB", "speed vs PyG fp32"):
+        result.add_column(heading, justify="right")
+    for name, row in rows.items():
+        speed = f"{rows['fp32']['epoch_ms'] / row['epoch_ms']:.2f}x" if "fp32" in rows else "-"
+        result.add_row(
+            name,
+            f"{row['acc']:.2f}" + ("" if row["acc_dev"] is None else f" {plus_minus()} {row['acc_dev']:.2f}"),
+            f"{row['epoch_ms']:.1f}",
+            f"{row['saved_mib']:.2f}",
+            "-" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}",
+            speed,
+        )
+    return result
+
+
+def caption(dataset: str, data: Data, recipe: Recipe, device: torch.device) -> str:
+    """What was trained, where, and for how long."""
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, threads: {torch.get_num_threads()}"
+    return (
+        f"{dataset}: {data.num_nodes:,} nodes, {data.num_edges:,} directed edges, {data.x.shape[1]} features; GCN, "
+        f"{recipe.layers} layers, {recipe.hidden} hidden, {recipe.epochs} epochs; {where}"
+    )
+
+
+def plus_minus() -> str:
+    """The sign, or its spelling where standard output cannot show it."""
+    try:
+        "±".encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except UnicodeEncodeError:
+        return "+-"
+    return "±"
+
+
+def run_line(precision: str, seed: int, run: Run) -> str:
+    """One finished run in a line, for a log."""
+    return (
+        f"{precision}, seed {seed}: test accuracy {100 * run.test_acc:.2f} %, {run.epoch_ms:.1f} ms per epoch, "
+        f"{run.saved_mib:.2f} MiB kept for backward"
+    )
+
+
+def to_json(result: dict[str, Any]) -> str:
+    """The result as text, with a final newline."""
+    return json.dumps(result, indent=2) + "\n"

@@ -1,0 +1,162 @@
+"""One run: a model trained from one seed, evaluated and measured."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch_geometric.data import Data
+from torch_geometric.transforms import NormalizeFeatures
+
+from qgnn import functional
+from qgnn.cli.measure import PeakMemory, SavedBytes, StepTimer
+from qgnn.cli.model import GCN
+from qgnn.cli.precision import Precision
+from qgnn.cli.recipe import Recipe
+from qgnn.config import QConfig
+from qgnn.qtensor import QTensor
+from qgnn.trace import trace
+
+
+class Run(NamedTuple):
+    """What a run measured.
+
+    Args:
+        test_acc: Test accuracy (micro-F1 for multi-label sets) at the best validation epoch, 0 to 1.
+        epoch_ms: Median time of a training step: forward, backward and optimizer.
+        saved_mib: What autograd keeps between forward and backward, without what exists between steps as well.
+        peak_mib: The largest amount of memory in use during training, if it can be had.
+        ops: Which of qgnn's primitives ran in one training step, how often, in which format and on which backend.
+    """
+
+    test_acc: float
+    epoch_ms: float
+    saved_mib: float
+    peak_mib: float | None
+    ops: dict[str, dict[str, Any]]
+
+
+def train_run(
+    data: Data,
+    recipe: Recipe,
+    precision: Precision,
+    seed: int,
+    device: torch.device,
+    on_epoch: Callable[[], None] = lambda: None,
+) -> Run:
+    """Train a model and measure it. On a CPU the same arguments give the same model, bit for bit.
+
+    Args:
+        data: The graph, on ``device``, with ``x``, ``edge_index``, ``y`` and the three masks.
+        recipe: Hyperparameters.
+        precision: What the layers compute in.
+        seed: Seed of torch's global generator: initialization, dropout and stochastic rounding follow from it.
+        device: Where to train.
+        on_epoch: Called after each epoch.
+
+    Returns:
+        The measurements. The traced and counted step is an extra one after training, so it disturbs neither time nor
+        peak.
+    """
+    torch.manual_seed(seed)
+    peak = PeakMemory(device)
+    peak.start()
+    model = GCN(data.x.shape[1], num_outputs(data.y), recipe, precision, seed).to(device)
+    first, *rest = model.convs
+    groups: list[dict[str, Any]] = [{"params": list(first.parameters()), "weight_decay": recipe.weight_decay}]
+    groups += [{"params": list(conv.parameters())} for conv in rest]
+    optimizer = torch.optim.Adam(groups, lr=recipe.lr)
+    x = model_input(data.x, recipe, precision)
+    timer = StepTimer(device)
+    best_val_acc, test_acc = -1.0, 0.0
+    for epoch in range(1, recipe.epochs + 1):
+        model.train()
+        with timer.step():
+            optimizer.zero_grad()
+            loss(model, x, data, precision).backward()
+            optimizer.step()
+        if epoch % recipe.eval_every == 0 or epoch == recipe.epochs:
+            val_acc, test_acc_now = evaluate(model, x, data, precision)
+            if val_acc > best_val_acc:
+                best_val_acc, test_acc = val_acc, test_acc_now
+        on_epoch()
+    peak_mib = peak.mib
+    saved_mib, ops = inspect_step(model, x, data, precision)
+    return Run(test_acc, timer.median_ms, saved_mib, peak_mib, ops)
+
+
+def model_input(x: Tensor, recipe: Recipe, precision: Precision) -> Tensor | QTensor:
+    """The features as the first layer takes them: codes where they are constant, so as to be quantized only once.
+
+    Either way the first layer keeps its input for backward, and this input exists for the whole run. It counts in the
+    peak of memory, not among what a step keeps: neither the features nor the codes that stand for them.
+    """
+    if precision.bits is None or recipe.input_dropout:
+        return x
+    return functional.quantize(x, QConfig(bits=precision.bits, rounding="nearest"))
+
+
+def inspect_step(
+    model: GCN, x: Tensor | QTensor, data: Data, precision: Precision
+) -> tuple[float, dict[str, dict[str, Any]]]:
+    """One more training step, without the optimizer: the MiB it keeps for backward and the ops it runs.
+
+    What exists between steps as well does not count: the data set, the model's input, parameters and buffers.
+    """
+    model.train()
+    model.zero_grad()
+    given = [value for value in data.to_dict().values() if isinstance(value, Tensor)]
+    given += [x.codes, x.scale] if isinstance(x, QTensor) else [x]
+    saved = SavedBytes([*given, *model.parameters(), *model.buffers()])
+    with trace(error=False) as record:
+        with saved.count():
+            value = loss(model, x, data, precision)
+        value.backward()
+    ops = {name: {column: op[column] for column in ("calls", "format", "backend")} for name, op in record.ops.items()}
+    return saved.mib, ops
+
+
+def loss(model: GCN, x: Tensor | QTensor, data: Data, precision: Precision) -> Tensor:
+    """Training loss: cross entropy, or its multi-label form."""
+    with autocast(data.x.device, precision):
+        out = model(x, data.edge_index)[data.train_mask]
+    y = data.y[data.train_mask]
+    if y.dim() == 2:
+        return F.binary_cross_entropy_with_logits(out.float(), y.float())
+    return F.cross_entropy(out.float(), y)
+
+
+@torch.no_grad()
+def evaluate(model: GCN, x: Tensor | QTensor, data: Data, precision: Precision) -> tuple[float, float]:
+    """Score on the validation and test nodes."""
+    model.eval()
+    with autocast(data.x.device, precision):
+        out = model(x, data.edge_index)
+    return score(out, data.y, data.val_mask), score(out, data.y, data.test_mask)
+
+
+def score(out: Tensor, y: Tensor, mask: Tensor) -> float:
+    """Accuracy of the masked nodes, or micro-F1 if a node has several labels; 0 if there are no nodes."""
+    if y.dim() == 1:
+        return float((out[mask].argmax(dim=1) == y[mask]).double().sum() / max(int(mask.sum()), 1))
+    predicted, true = out[mask] > 0, y[mask] > 0
+    return float(2 * (predicted & true).sum() / max(int(predicted.sum() + true.sum()), 1))
+
+
+def num_outputs(y: Tensor) -> int:
+    """One logit a class, or one a label."""
+    return y.shape[1] if y.dim() == 2 else int(y.max()) + 1
+
+
+def autocast(device: torch.device, precision: Precision) -> contextlib.AbstractContextManager[Any]:
+    """torch's autocast for ``bf16``, nothing for the others."""
+    if precision.name == "bf16":
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return contextlib.nullcontext()
+
+
+def normalize_rows(data: Data) -> Data:
+    """A copy with rows of ``x`` that sum to one."""
+    return NormalizeFeatures()(data.clone())

@@ -1,0 +1,152 @@
+"""``qgnn train``: check everything first, then train each precision with each seed, then report."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch_geometric.data import Data
+
+from qgnn.cli import report
+from qgnn.cli.errors import UsageError
+from qgnn.cli.plot import check_plot, write_plot
+from qgnn.cli.precision import Precision
+from qgnn.cli.recipe import Recipe, recipe_for
+from qgnn.cli.run import Run, normalize_rows, train_run
+from qgnn.cli.versions import versions
+from qgnn.data import DatasetError, load
+
+
+def train(options: argparse.Namespace) -> None:
+    """Run the command.
+
+    Args:
+        options: The parsed arguments.
+
+    Raises:
+        UsageError: If anything that the user gave cannot work; before training where that can be known.
+    """
+    device = pick_device(options.device)
+    for flag, path in (("--json", options.json), ("--plot", options.plot)):
+        if path is not None:
+            check_writable(flag, Path(path))
+    if options.plot is not None:
+        check_plot(Path(options.plot))
+    data = load_data(options)
+    recipe = recipe_for(options, data)
+    for precision in options.precision:
+        if precision.bits is not None and recipe.layers < 2:
+            raise UsageError(
+                f"--precision {precision.name} expects at least 2 layers (got --layers {recipe.layers}), since the "
+                "last layer stays in full precision; give --layers 2 or leave it out"
+            )
+
+    try:
+        if recipe.normalize:
+            data = normalize_rows(data)
+        result = {
+            "dataset": options.dataset.strip().lower(),
+            "model": options.model,
+            "device": device.type,
+            "versions": versions(),
+            "runs": train_all(data, options, recipe, device),
+        }
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise UsageError(
+            f"not enough memory on {device.type} to train on {options.dataset} with {recipe.hidden} hidden channels; "
+            "give a smaller --hidden or --device cpu"
+        ) from error
+    Console().print(report.table(result["runs"], report.caption(options.dataset, data, recipe, device)))
+    if options.json is not None:
+        write_json(Path(options.json), result)
+    if options.plot is not None:
+        write_plot(Path(options.plot), result)
+
+
+def train_all(data: Data, options: argparse.Namespace, recipe: Recipe, device: torch.device) -> list[dict[str, Any]]:
+    """Train every precision with every seed, the precisions in turn, so that a busy moment does not hit only one."""
+    order = [
+        (precision, compress, seed)
+        for seed in range(options.seed, options.seed + options.seeds)
+        for precision in options.precision
+        for compress in options.compress
+    ]
+    data = data.to(device, "x", "edge_index", "y", "train_mask", "val_mask", "test_mask")
+    console = Console(stderr=True)
+    runs = []
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("epochs"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(order) * recipe.epochs)
+        for precision, compress, seed in order:
+            progress.update(task, description=f"{precision.name}, seed {seed}")
+            run = run_one(data, recipe, precision, seed, device, lambda: progress.advance(task))
+            if not console.is_terminal:
+                print(report.run_line(precision.name, seed, run), file=sys.stderr, flush=True)
+            runs.append({"precision": precision.name, "compress": compress, "seed": seed, **run._asdict()})
+    # In the order of the command line: precision by precision.
+    names = [precision.name for precision in options.precision]
+    return sorted(runs, key=lambda run: names.index(run["precision"]))
+
+
+def run_one(
+    data: Data, recipe: Recipe, precision: Precision, seed: int, device: torch.device, on_epoch: Callable[[], None]
+) -> Run:
+    """One run, with a format that a layer refuses turned into a usage error."""
+    try:
+        return train_run(data, recipe, precision, seed, device, on_epoch)
+    except ValueError as error:
+        raise UsageError(f"--precision {precision.name} on {device.type}: {error}") from error
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device of that name, or the GPU if there is one."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            f"--device cuda expects a GPU that torch can use (torch {torch.__version__} finds none); "
+            "give --device cpu, or install a build of torch with CUDA"
+        )
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def load_data(options: argparse.Namespace) -> Data:
+    """The data set, checked to be one that these models can be trained on."""
+    try:
+        data = load(options.dataset, options.root)
+    except (ValueError, DatasetError) as error:
+        raise UsageError(f"--dataset {options.dataset}: {error}") from error
+    if not isinstance(data, Data) or data.x is None:
+        raise UsageError(f"--dataset {options.dataset}: expected one graph with node features (got {data})")
+    return data
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Raise unless the file can be written, without leaving a trace if it did not exist."""
+    existed = path.exists()
+    try:
+        with path.open("a"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"{flag} expects a file that can be written (got {str(path)!r}: {error.strerror}); "
+            "name one in an existing folder of yours"
+        ) from error
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """Write the result as JSON."""
+    try:
+        path.write_text(report.to_json(result), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--json: {str(path)!r} could not be written after training ({error.strerror})") from error

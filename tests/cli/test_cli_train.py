@@ -1,0 +1,242 @@
+"""``qgnn train`` from end to end on a tiny graph: the table, the JSON, the plot, and equal seeds giving equal runs."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch_geometric.data import Data
+from torch_geometric.nn import GCNConv
+
+from qgnn.cli import report
+from qgnn.cli import train as train_module
+from qgnn.cli.args import build_parser
+from qgnn.cli.model import GCN
+from qgnn.cli.precision import Precision, parse_precision
+from qgnn.cli.recipe import PLANETOID, WORDNET, Recipe, recipe_for
+from qgnn.cli.run import score, train_run
+from qgnn.nn import QGCNConv
+
+CPU = torch.device("cpu")
+RUN_KEYS = {"precision", "compress", "seed", "test_acc", "epoch_ms", "saved_mib", "peak_mib", "ops"}
+
+
+@pytest.fixture
+def result(qgnn_train: Callable[..., int], tmp_path: Path) -> dict[str, Any]:
+    assert qgnn_train("--seeds", "2", "--seed", "5", "--json", str(tmp_path / "out.json")) == 0
+    return json.loads((tmp_path / "out.json").read_text())
+
+
+def test_json_has_the_promised_keys(result: dict[str, Any]) -> None:
+    assert set(result) == {"dataset", "model", "device", "versions", "runs"}
+    assert (result["dataset"], result["model"], result["device"]) == ("photo", "gcn", "cpu")
+    assert set(result["versions"]) == {"python", "qgnn", "torch", "torch_geometric", "triton", "numpy"}
+    assert [(run["precision"], run["seed"]) for run in result["runs"]] == [
+        ("fp32", 5),
+        ("fp32", 6),
+        ("int8", 5),
+        ("int8", 6),
+    ]
+    for run in result["runs"]:
+        assert set(run) == RUN_KEYS
+        assert run["compress"] == "none"
+        assert 0 <= run["test_acc"] <= 1
+        assert run["epoch_ms"] > 0
+        assert run["saved_mib"] > 0
+        assert run["peak_mib"] is None or run["peak_mib"] > 10
+
+
+def test_json_shows_int8_forward_and_backward(result: dict[str, Any]) -> None:
+    ops = {run["precision"]: run["ops"] for run in result["runs"]}
+    assert ops["fp32"] == {}, "PyG's own layers run none of our ops"
+    for name in ("matmul.forward", "matmul.backward_dw", "spmm.forward", "spmm.backward"):
+        assert set(ops["int8"][name]) == {"calls", "format", "backend"}
+        assert "int8" in ops["int8"][name]["format"], name
+        assert ops["int8"][name]["calls"] >= 1
+        assert ops["int8"][name]["backend"] == "torch"
+
+
+def test_int8_keeps_fewer_bytes(tiny: Data) -> None:
+    """The input, as features or as codes, exists between steps too and counts for neither."""
+    recipe = Recipe(hidden=64, epochs=1)
+    saved = {name: train_run(tiny, recipe, parse_precision(name), 0, CPU).saved_mib for name in ("fp32", "int8")}
+    assert saved["int8"] < saved["fp32"]
+    # Either keeps the hidden rows at least twice, as input of ReLU and of the last product, and never the input.
+    for mib in saved.values():
+        assert 2 * 64 * 4 * tiny.num_nodes < mib * 2**20 < 2 * 64 * 4 * tiny.num_nodes + 250_000
+
+
+def test_table_has_a_row_for_each_precision(qgnn_train: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert qgnn_train("--seeds", "2", "--precision", "fp32,bf16,int4") == 0
+    out, err = capsys.readouterr()
+    for heading in ("precision", "accuracy", "ms per", "kept", "peak", "PyG fp32"):
+        assert heading in out
+    for name in ("fp32", "bf16", "int4"):
+        assert any(name in line and "x" in line for line in out.splitlines())
+        assert f"{name}, seed 0: test accuracy" in err, "a log has one line a run in place of the bar"
+    assert "1.00x" in out
+    assert "\x1b" not in out + err, "no terminal, no control characters"
+    assert "\r" not in out + err
+
+
+def test_table_summarizes_over_seeds() -> None:
+    run = {"compress": "none", "saved_mib": 2.0, "peak_mib": None, "ops": {}}
+    runs = [
+        {**run, "precision": "fp32", "seed": 0, "test_acc": 0.80, "epoch_ms": 30.0},
+        {**run, "precision": "fp32", "seed": 1, "test_acc": 0.82, "epoch_ms": 40.0},
+        {**run, "precision": "int8", "seed": 0, "test_acc": 0.79, "epoch_ms": 14.0},
+    ]
+    fp32 = report.summarize(runs[:2])
+    assert fp32["acc"] == pytest.approx(81.0)
+    assert fp32["acc_dev"] == pytest.approx(2**0.5)
+    columns = [list(column.cells) for column in report.table(runs).columns]
+    assert columns[0] == ["fp32", "int8"]
+    assert columns[1] == [f"81.00 {report.plus_minus()} 1.41", "79.00"]
+    assert columns[4] == ["-", "-"], "an unknown peak is no number"
+    assert columns[5] == ["1.00x", "2.50x"]
+    assert list(report.table(runs[2:]).columns[5].cells) == ["-"], "no fp32 run, no ratio"
+
+
+@pytest.mark.parametrize("name", ["fp32", "int8", "int2"])
+def test_equal_seeds_give_equal_runs(tiny: Data, name: str) -> None:
+    recipe, precision = Recipe(hidden=8, epochs=6), parse_precision(name)
+    models: list[GCN] = []
+
+    class Spy(GCN):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            models.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qgnn.cli.run.GCN", Spy)
+        runs = [train_run(tiny, recipe, precision, seed, CPU) for seed in (1, 1, 2)]
+    first, again, other = ([p.detach() for p in model.parameters()] for model in models)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    assert runs[0].test_acc == runs[1].test_acc
+
+
+def test_all_precisions_meet_the_same_dropout() -> None:
+    """The first layer of the integer model draws random numbers; the mask behind it must not depend on that."""
+    recipe = Recipe(hidden=16, layers=3, input_dropout=True)
+    edge_index = torch.arange(9).repeat(2, 1)
+    masks: dict[str, list[torch.Tensor]] = {}
+    for name in ("fp32", "int8"):
+        torch.manual_seed(3)
+        model = GCN(5, 2, recipe, parse_precision(name), seed=3)
+        inputs = masks[name] = []
+        drop = model._drop
+        model._drop = lambda x, p, layer, drop=drop, inputs=inputs: (
+            inputs.append(drop(torch.ones(9, 16), p, layer)) or x
+        )
+        for _ in range(2):
+            model(torch.rand(9, 5), edge_index)
+    assert len(masks["fp32"]) == 6
+    assert all(torch.equal(a, b) for a, b in zip(masks["fp32"], masks["int8"], strict=True))
+    assert len({tuple(mask.flatten().tolist()) for mask in masks["fp32"]}) == 6, "each layer and step its own"
+
+
+@pytest.mark.parametrize("name", ["fp32", "int8"])
+def test_training_learns(tiny: Data, name: str) -> None:
+    """Seven unequal classes, the largest a quarter of the nodes."""
+    data = tiny.clone()
+    data.train_mask, data.val_mask = ~data.test_mask, data.test_mask
+    largest = float(torch.bincount(data.y[data.test_mask]).max() / data.test_mask.sum())
+    assert train_run(data, Recipe(hidden=32, epochs=30), parse_precision(name), 0, CPU).test_acc > largest + 0.1
+
+
+def test_test_accuracy_is_that_of_the_best_validation_epoch(tiny: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = iter([(0.3, 0.1), (0.5, 0.2), (0.5, 0.9), (0.4, 0.8)])
+    monkeypatch.setattr("qgnn.cli.run.evaluate", lambda *_: next(scores))
+    assert train_run(tiny, Recipe(hidden=4, epochs=4), Precision("fp32"), 0, CPU).test_acc == 0.2
+
+
+def test_large_graphs_are_evaluated_seldom(tiny: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr("qgnn.cli.run.evaluate", lambda *_: (calls.append(1), (0.0, 0.0))[1])
+    train_run(tiny, Recipe(hidden=4, epochs=7, eval_every=3), Precision("fp32"), 0, CPU)
+    assert len(calls) == 3, "epochs 3, 6 and the last"
+
+
+def test_precisions_choose_the_layers() -> None:
+    recipe = Recipe(hidden=8, layers=3)
+    fp32, int4 = (GCN(5, 2, recipe, parse_precision(name)) for name in ("fp32", "int4"))
+    assert [type(conv) for conv in fp32.convs] == [GCNConv] * 3
+    assert [type(conv) for conv in int4.convs] == [QGCNConv] * 3
+    assert [conv.config and conv.config.bits for conv in int4.convs] == [4, 4, None]
+    assert {name: p.shape for name, p in fp32.named_parameters()} == {
+        name: p.shape for name, p in int4.named_parameters()
+    }
+
+
+def test_recipes_follow_the_data_set_and_the_options(tiny: Data) -> None:
+    def recipe(*arguments: str) -> Recipe:
+        return recipe_for(build_parser().parse_args(["train", *arguments]), tiny)
+
+    assert recipe() == WORDNET
+    assert recipe("--dataset", "Cora") == PLANETOID
+    assert recipe("--dataset", "photo") == Recipe()
+    given = recipe("--layers", "3", "--dropout", "0", "--weight-decay", "0", "--lr", "0.5", "--epochs", "7")
+    assert (given.layers, given.dropout, given.weight_decay, given.lr, given.epochs) == (3, 0.0, 0.0, 0.5, 7)
+    assert given.hidden == WORDNET.hidden
+
+
+def test_weight_decay_is_that_of_the_first_layer(tiny: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[Any] = []
+    adam = torch.optim.Adam
+    monkeypatch.setattr(torch.optim, "Adam", lambda params, lr: adam(groups.extend(params) or groups, lr=lr))
+    train_run(tiny, Recipe(hidden=4, epochs=1, weight_decay=0.25), Precision("fp32"), 0, CPU)
+    assert [group["weight_decay"] for group in groups] == [0.25, 0.0]
+
+
+def test_planetoid_features_are_normalized(qgnn_train: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(
+        train_module, "train_all", lambda data, *_: seen.append(bool(((data.x.sum(1) - 1).abs() < 1e-4).all())) or []
+    )
+    monkeypatch.setattr(report, "table", lambda *_: "")
+    tiny_x = torch.rand(271, 64)
+    monkeypatch.setattr(train_module, "load", lambda *_: Data(x=tiny_x, edge_index=torch.zeros(2, 0).long()))
+    qgnn_train("--dataset", "cora")
+    qgnn_train("--dataset", "photo")
+    assert seen == [True, False]
+
+
+def test_multi_label_sets_are_scored_by_micro_f1(tiny: Data) -> None:
+    out = torch.tensor([[1.0, -1.0], [1.0, 1.0], [-1.0, -1.0]])
+    y = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    assert score(out, y, torch.tensor([True, True, True])) == pytest.approx(2 * 2 / (3 + 3))
+    data = tiny.clone()
+    data.y = torch.nn.functional.one_hot(tiny.y).float()
+    assert 0 <= train_run(data, Recipe(hidden=4, epochs=2), parse_precision("int8"), 0, CPU).test_acc <= 1
+
+
+def test_plot_is_drawn(qgnn_train: Callable[..., int], tmp_path: Path) -> None:
+    assert qgnn_train("--seeds", "1", "--plot", str(tmp_path / "a.png")) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert qgnn_train("--seeds", "2", "--plot", str(tmp_path / "a.svg")) == 0
+    text = (tmp_path / "a.svg").read_text()
+    assert "<svg" in text
+
+
+def test_module_runs_as_a_program_outside_the_checkout(tmp_path: Path) -> None:
+    """A whole process, on the embedded graph, with a pipe for a terminal."""
+    arguments = ["train", "--epochs", "1", "--seeds", "1", "--hidden", "4", "--precision", "fp32", "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "qgnn.cli", *arguments, "--json", "out.json"],
+        cwd=tmp_path,
+        env={**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "wordnet: 117,791 nodes, 368,166 directed edges" in done.stdout
+    assert "\x1b" not in done.stdout + done.stderr
+    assert len(json.loads((tmp_path / "out.json").read_text())["runs"]) == 1
