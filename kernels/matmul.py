@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from qgnn.kernels import tuning
 from qgnn.kernels.matmul_dw import matmul_dw
-from qgnn.kernels.memory import VECTOR_BYTES, code_stride, empty_codes, readable_width, scale_stride
+from qgnn.kernels.memory import VECTOR_BYTES, code_stride, column_offsets, empty_codes, readable_width, scale_stride
 from qgnn.kernels.quantize import quantize
 from qgnn.kernels.rounding import absmax_scale, load_seed, round_codes, row_absmax
 from torch import Tensor
@@ -53,8 +53,8 @@ def accumulate_int8(
         offs_k = k + tl.arange(0, BLOCK_K)
         mask_x = (offs_n < N)[:, None] & (offs_k < X_WIDTH)[None, :]
         mask_w = (offs_k < W_WIDTH)[:, None] & (offs_m < M)[None, :]
-        x = tl.load(x_row + offs_k[None, :] * stride_xk, mask=mask_x, other=0)
-        w = tl.load(w_row + offs_k[:, None] * stride_wk, mask=mask_w, other=0)
+        x = tl.load(x_row + column_offsets(offs_k, stride_xk)[None, :], mask=mask_x, other=0)
+        w = tl.load(w_row + column_offsets(offs_k, stride_wk)[:, None], mask=mask_w, other=0)
         acc = tl.dot(x, w, acc, out_dtype=tl.int32)
     return acc
 

@@ -3,10 +3,11 @@
     dW [M, K] = sum_n g_scale[n] * x_scale[n] * g_q[n]^T x_q[n]             g_q [N, M], x_q [N, K]
 
 Numerics: rows have different scales, so integers cannot be summed. The product of a row's two scales, relative to the
-largest of its chunk of rows, is folded into ``g`` in fp16; codes are exact in fp16, a folded one is off by at most
-2^-10 of itself. Rows whose factor lies more than 2^24 below the largest of their chunk vanish. Sums are fp32, and the
-partial results of the chunks are added in ascending order: deterministic, and no sum can overflow however many rows
-there are. A NaN scale makes the whole result NaN.
+largest of its chunk of rows, is folded into ``g`` in fp16. Codes are exact in fp16. A code ``g`` with the factor ``f``
+of its row, in a chunk whose largest factor is ``u``, is off by at most ``(2^-10 + 2^-21) |g f| + 2^-25 (|g| + 1) u``;
+the second term, the spacing of subnormal fp16, counts where ``f`` or ``g f`` is below ``2^-14 u``, and rows with a
+factor of at most ``2^-25 u`` vanish. Sums are fp32, and the partial results of the chunks are added in ascending
+order: deterministic, and no sum can overflow however many rows there are. A NaN scale makes the whole result NaN.
 
 Oracle: qgnn.reference.matmul_dw
 """
@@ -15,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from qgnn.kernels import tuning
-from qgnn.kernels.memory import readable_width, scale_stride
+from qgnn.kernels.memory import column_offsets, readable_width, scale_stride
 from qgnn.kernels.rounding import int8_to_fp16
 from torch import Tensor
 
@@ -76,12 +77,12 @@ def _matmul_dw_kernel(
         g_scale = tl.load(g_scale_ptr + offs_n * stride_gsn, mask=mask_n, other=0.0)
         x_scale = tl.load(x_scale_ptr + offs_n * stride_xsn, mask=mask_n, other=0.0)
         g = tl.load(
-            g_ptr + offs_n[:, None] * stride_gn + offs_m[None, :] * stride_gm,
+            g_ptr + offs_n[:, None] * stride_gn + column_offsets(offs_m, stride_gm)[None, :],
             mask=mask_n[:, None] & (offs_m < G_WIDTH)[None, :],
             other=0,
         )  # [BLOCK_N, BLOCK_M]
         x = tl.load(
-            x_ptr + offs_n[:, None] * stride_xn + offs_k[None, :] * stride_xk,
+            x_ptr + offs_n[:, None] * stride_xn + column_offsets(offs_k, stride_xk)[None, :],
             mask=mask_n[:, None] & (offs_k < X_WIDTH)[None, :],
             other=0,
         )  # [BLOCK_N, BLOCK_K]

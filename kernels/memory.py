@@ -4,6 +4,8 @@ Vector loads need rows that start on 16-byte boundaries, so code matrices are al
 up. Views of any strides are accepted all the same: a kernel then reads exactly the view's columns."""
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 VECTOR_BYTES = 16
@@ -32,6 +34,17 @@ def readable_width(x: Tensor) -> int:
         return width
     last_row = x.storage_offset() + (num_rows - 1) * x.stride(0)
     return padded if (last_row + padded) * x.element_size() <= x.untyped_storage().nbytes() else width
+
+
+@triton.jit
+def column_offsets(offs, stride):
+    """Distances of the columns ``offs`` from the start of their row: 64-bit, since the columns of a transposed matrix
+    lie far apart. Those of adjacent columns (a stride of 1 is a constant) are ``offs`` itself, at no cost."""
+    if isinstance(stride, tl.constexpr):
+        tl.static_assert(stride == 1, "a column stride is 1 or varies at run time")
+        return offs
+    else:
+        return offs.to(tl.int64) * stride
 
 
 def scale_stride(scale: Tensor) -> int:

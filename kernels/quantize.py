@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from qgnn.kernels import tuning
-from qgnn.kernels.memory import code_stride, empty_codes
+from qgnn.kernels.memory import code_stride, column_offsets, empty_codes
 from qgnn.kernels.rounding import absmax_scale, load_seed, round_codes, row_absmax
 from torch import Tensor
 
@@ -47,48 +47,45 @@ def _quantize_kernel(
     BLOCK_F: tl.constexpr,
 ):
     """One program owns one group (``GROUP`` columns) of ``BLOCK_N`` rows. A group of one tile is read once; a longer
-    one is walked twice, for its absmax and for its codes. With ``PER_TENSOR`` the absmax is given."""
+    one is walked twice, for its absmax and for its codes. With ``PER_TENSOR`` the absmax is given.
+
+    Tiles do not cross groups: a group is a whole row, or a power of two of columns like ``BLOCK_F``."""
     NUM_GROUPS: tl.constexpr = (F + GROUP - 1) // GROUP
     pid = tl.program_id(0).to(tl.int64)
     group = pid % NUM_GROUPS
     offs_n = (pid // NUM_GROUPS) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     first = (group * GROUP).to(tl.int32)
-    last = tl.minimum(first + GROUP, F)
-    ONE_GROUP: tl.constexpr = NUM_GROUPS == 1
-    # Pairs of columns share random bits, so a tile starts at an even column even where an odd-sized group does not.
-    start = 0 if ONE_GROUP else first // 2 * 2
-    SPAN: tl.constexpr = GROUP if ONE_GROUP or GROUP % 2 == 0 else GROUP + 1
     x_row = x_ptr + offs_n[:, None] * stride_xn
     q_row = q_ptr + offs_n[:, None] * stride_qn
 
     if PER_TENSOR:
         scale, inv = absmax_scale(tl.load(absmax_ptr + tl.zeros((BLOCK_N,), tl.int32)), QMAX)
-    elif SPAN <= BLOCK_F:
+    elif GROUP <= BLOCK_F:
         scale = tl.zeros((BLOCK_N,), tl.float32)
         inv = scale
     else:
         absmax = tl.zeros((BLOCK_N,), tl.float32)
-        for col in range(0, SPAN, BLOCK_F):
-            offs_f = start + col + tl.arange(0, BLOCK_F)
-            mask = mask_n[:, None] & (offs_f < F if ONE_GROUP else (offs_f >= first) & (offs_f < last))[None, :]
-            x = tl.load(x_row + offs_f[None, :] * stride_xf, mask=mask, other=0.0).to(tl.float32)
+        for col in range(0, GROUP, BLOCK_F):
+            offs_f = first + col + tl.arange(0, BLOCK_F)
+            mask = mask_n[:, None] & (offs_f < F)[None, :]
+            x = tl.load(x_row + column_offsets(offs_f, stride_xf)[None, :], mask=mask, other=0.0).to(tl.float32)
             # As bits, like row_absmax: an fp maximum would drop a NaN.
             tile_bits = row_absmax(x).to(tl.int32, bitcast=True)
             absmax = tl.maximum(absmax.to(tl.int32, bitcast=True), tile_bits).to(tl.float32, bitcast=True)
         scale, inv = absmax_scale(absmax, QMAX)
 
     seed = load_seed(seed_ptr, stream) if STOCHASTIC else 0
-    for col in range(0, SPAN, BLOCK_F):
-        offs_f = start + col + tl.arange(0, BLOCK_F)
-        mask = mask_n[:, None] & (offs_f < F if ONE_GROUP else (offs_f >= first) & (offs_f < last))[None, :]
-        x = tl.load(x_row + offs_f[None, :] * stride_xf, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N, BLOCK_F]
-        if not PER_TENSOR and SPAN <= BLOCK_F:
+    for col in range(0, GROUP, BLOCK_F):
+        offs_f = first + col + tl.arange(0, BLOCK_F)
+        mask = mask_n[:, None] & (offs_f < F)[None, :]
+        x = tl.load(x_row + column_offsets(offs_f, stride_xf)[None, :], mask=mask, other=0.0)
+        x = x.to(tl.float32)  # [BLOCK_N, BLOCK_F]
+        if not PER_TENSOR and GROUP <= BLOCK_F:
             scale, inv = absmax_scale(row_absmax(x), QMAX)
-        q = round_codes(x, inv, seed, offs_n, start + col, F, STOCHASTIC, BLOCK_N, BLOCK_F)
-        # A group that ends the row may write into the gap behind it: whole vectors, whatever the width.
-        stop = stride_qn if ONE_GROUP else tl.where(last == F, stride_qn, last)
-        tl.store(q_row + offs_f[None, :], q, mask=mask_n[:, None] & ((offs_f >= first) & (offs_f < stop))[None, :])
+        q = round_codes(x, inv, seed, offs_n, first + col, F, STOCHASTIC, BLOCK_N, BLOCK_F)
+        # What ends the row may write into the gap behind it: whole vectors, whatever the width.
+        tl.store(q_row + offs_f[None, :], q, mask=mask_n[:, None] & (offs_f < stride_qn)[None, :])
 
     if PER_TENSOR:
         tl.store(scale_ptr + offs_n * 0, scale, mask=offs_n == 0)
@@ -107,8 +104,13 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of ``x``; the parameters are those of :func:`qgnn.reference.quantize`."""
     N, F = x.shape
-    group = block_size if granularity == "block" else max(1, F)
+    group = min(block_size, max(1, F)) if granularity == "block" else max(1, F)
     num_groups = -(-F // group)
+    if num_groups > 1 and (group < 2 or group & (group - 1)):
+        raise ValueError(
+            f"'quantize' expects 'block_size' to be a power of two from 2 on (got {block_size}); choose one, or leave "
+            f"out 'granularity' for one scale a row"
+        )
     shape = {"row": (N,), "block": (N, num_groups), "tensor": (1,)}[granularity]
     codes = empty_codes(N, F, x.device)
     if codes.numel() == 0:
@@ -117,9 +119,8 @@ def quantize(
     with torch.cuda.device_of(x):
         absmax = None
         if granularity == "tensor":
-            low, high = torch.aminmax(x)
-            absmax = torch.maximum(-low, high).to(torch.float32)
-        config = tuning.quantize(group + group % 2)
+            absmax = torch.linalg.vector_norm(x, float("inf")).to(torch.float32)
+        config = tuning.quantize(group)
         _quantize_kernel[(triton.cdiv(N, config["BLOCK_N"]) * num_groups,)](
             q_ptr=codes,
             scale_ptr=scale,

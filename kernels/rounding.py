@@ -82,7 +82,7 @@ def absmax_scale(absmax, QMAX: tl.constexpr):
     """``(scale, inv)`` of groups with this ``max|x|`` (fp32, any shape)."""
     NUMERATOR: tl.constexpr = QMAX * (1 - 2.0**-22)
     STEP: tl.constexpr = 1.0 / QMAX
-    finite = absmax.to(tl.int32, bitcast=True) < _INFINITY_BITS
+    finite = (absmax.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < _INFINITY_BITS  # a NaN may have a sign
     live = finite & (absmax > _FLUSH)
     scale = tl.where(live, absmax * STEP, tl.where(finite, 0.0, float("nan")))
     inv = tl.where(live, tl.div_rn(NUMERATOR, tl.where(live, absmax, 1.0)), 0.0)

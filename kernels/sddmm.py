@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from qgnn.kernels import tuning
-from qgnn.kernels.memory import readable_width, scale_stride
+from qgnn.kernels.memory import column_offsets, readable_width, scale_stride
 from torch import Tensor
 
 MAX_COLUMNS = 131_072  # 131,072 * 127 * 127 < 2**31: the longest sum that int32 holds whatever the codes
@@ -24,7 +24,7 @@ MAX_COLUMNS = 131_072  # 131,072 * 127 * 127 < 2**31: the longest sum that int32
 @triton.jit
 def load_rows(ptr, offs_row, mask_row, offs_f, stride_n: tl.constexpr, stride_f, WIDTH: tl.constexpr):
     """Columns ``offs_f`` of the rows ``offs_row`` ([R, E]): int32 codes or fp32 values [R, E, BLOCK_F]."""
-    offs = (offs_row * stride_n)[:, :, None] + (offs_f * stride_f)[None, None, :]
+    offs = (offs_row * stride_n)[:, :, None] + column_offsets(offs_f, stride_f)[None, None, :]
     x = tl.load(ptr + offs, mask=mask_row[:, :, None] & (offs_f < WIDTH)[None, None, :], other=0)
     return x.to(tl.int32) if x.dtype == tl.int8 else x.to(tl.float32)
 
@@ -118,6 +118,11 @@ def sddmm(
     """Edge scores, fp32 ``[E]``; the parameters are those of :func:`qgnn.reference.sddmm`."""
     N, F = x_target.shape
     E = index.numel()
+    if (x_target.dtype == torch.int8) != (x_source.dtype == torch.int8):
+        raise TypeError(
+            f"'sddmm' expects both operands in int8 or both in a floating-point type (got {x_target.dtype} and "
+            f"{x_source.dtype})"
+        )
     if F > MAX_COLUMNS and x_target.dtype == torch.int8:
         raise ValueError(
             f"'sddmm' expects at most {MAX_COLUMNS} columns of codes, the longest sum that int32 holds (got {F}); "

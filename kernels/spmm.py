@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from qgnn.kernels import tuning
-from qgnn.kernels.memory import code_stride, empty_codes, readable_width, scale_stride
+from qgnn.kernels.memory import code_stride, column_offsets, empty_codes, readable_width, scale_stride
 from qgnn.kernels.quantize import quantize
 from qgnn.kernels.rounding import absmax_scale, load_seed, round_codes, row_absmax, to_fp32
 from torch import Tensor
@@ -53,7 +53,7 @@ def aggregate_rows(
         mask_e = offs_e < stop[:, None]
         source = tl.load(index_ptr + offs_e, mask=mask_e, other=0).to(tl.int64)
         x = tl.load(
-            x_ptr + (source * stride_xn)[:, :, None] + (offs_f * stride_xf)[None, None, :],
+            x_ptr + (source * stride_xn)[:, :, None] + column_offsets(offs_f, stride_xf)[None, None, :],
             mask=mask_e[:, :, None] & (offs_f < X_WIDTH)[None, None, :],
             other=0,
         )  # [ROWS, BLOCK_E, BLOCK_F]

@@ -11,6 +11,7 @@ from kernel_cases import (
     LAYOUTS,
     SIZES,
     assert_within,
+    far_columns,
     quiet,
     random_codes,
     random_scales,
@@ -84,6 +85,17 @@ def test_products_take_any_strides(device: str, layout: str, function: Callable[
     out, expected = function(*strided), function(x_q, x_scale, w_q, w_scale)
     pairs = zip(out, expected, strict=True) if isinstance(out, tuple) else [(out, expected)]
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("far", ["x_q", "w_q"])
+def test_products_find_columns_beyond_32_bit_offsets(device: str, far: str) -> None:
+    x_q, x_scale, w_q, w_scale = _operands(3, 16, 2, device)
+    operands = (far_columns(x_q), x_scale, w_q, w_scale) if far == "x_q" else (x_q, x_scale, far_columns(w_q), w_scale)
+    assert torch.equal(matmul(*operands), matmul(x_q, x_scale, w_q, w_scale))
+    codes, scale = matmul_requantize(*operands)
+    expected_codes, expected_scale = matmul_requantize(x_q, x_scale, w_q, w_scale)
+    assert torch.equal(codes, expected_codes)
+    assert torch.equal(scale, expected_scale)
 
 
 @pytest.mark.parametrize("K", SIZES)
@@ -169,6 +181,26 @@ def test_dw_takes_any_strides(device: str, layout: str) -> None:
     assert torch.equal(matmul_dw(*strided), matmul_dw(g_q, g_scale, x_q, x_scale))
 
 
+@pytest.mark.parametrize("far", ["g_q", "x_q"])
+def test_dw_finds_columns_beyond_32_bit_offsets(device: str, far: str) -> None:
+    g_q, x_q, scale = random_codes(3, 5, device), random_codes(3, 5, device), random_scales(3, device)
+    expected = matmul_dw(g_q, scale, x_q, scale)
+    if far == "g_q":
+        g_q = far_columns(g_q)
+    else:
+        x_q = far_columns(x_q)
+    assert torch.equal(matmul_dw(g_q, scale, x_q, scale), expected)
+
+
+def test_dw_rounds_small_factors_to_subnormals(device: str) -> None:
+    """Beside a row with the factor 1, those below 2^-14 are multiples of 2^-24, and those up to 2^-25 are zero."""
+    factors = torch.tensor([2.0**-24, 1.25 * 2.0**-24, 3.5 * 2.0**-24, 2.0**-25, 1e-8], device=device)
+    g_q, x_q = torch.diag(torch.full((6,), 100, device=device)).char(), torch.ones((6, 1), device=device).char()
+    scale = torch.cat([factors, torch.ones(1, device=device)])
+    out = matmul_dw(g_q, scale, x_q, torch.ones(1, device=device)).flatten()
+    assert (out * 2.0**24).tolist() == [100.0, 100.0, 400.0, 0.0, 0.0, 100.0 * 2**24]
+
+
 def test_dw_is_exact_with_one_scale_for_all_rows(device: str) -> None:
     g_q, x_q, quarter = (
         random_codes(300, 9, device),
@@ -181,9 +213,9 @@ def test_dw_is_exact_with_one_scale_for_all_rows(device: str) -> None:
 
 def test_dw_outgrows_int32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """134,000 * 127 * 127 > 2^31. Each block of rows and each of up to 264 chunks rounds the sum once."""
-    if device == "cpu":  # the interpreter's time goes by blocks, not by rows
-        config = tuning.matmul_dw(1, 1, 90)
-        monkeypatch.setattr(tuning, "matmul_dw", lambda *sizes: {**config, "BLOCK_N": 4096})
+    if device == "cpu":  # the interpreter's time goes by blocks, not by rows, and it takes products of any size
+        config = {**tuning.matmul_dw(1, 1, 90), "BLOCK_N": 4096, "BLOCK_M": 1, "BLOCK_K": 1}
+        monkeypatch.setattr(tuning, "matmul_dw", lambda *sizes: config)
     x_q = torch.full((134_000, 1), 127, dtype=torch.int8, device=device)
     one = torch.ones(1, device=device)
     exact = torch.full((1, 1), 134_000.0 * 127 * 127, dtype=torch.float64, device=device)

@@ -1,16 +1,17 @@
 import pytest
 import torch
+from qgnn.kernels import tuning
 from qgnn.kernels.memory import readable_width
 from qgnn.kernels.quantize import quantize
 
-from kernel_cases import FLOATS, LAYOUTS, SIZES, quiet, surrounded
+from kernel_cases import FLOATS, LAYOUTS, SIZES, far_columns, quiet, surrounded
 from qgnn import reference, rng
 
 GRANULARITIES = {
     "row": {},
     "tensor": {"granularity": "tensor"},
     "block16": {"granularity": "block", "block_size": 16},
-    "block_odd": {"granularity": "block", "block_size": 5},
+    "block2": {"granularity": "block", "block_size": 2},
     "block_wider": {"granularity": "block", "block_size": 128},
 }
 
@@ -61,10 +62,31 @@ def test_quantize_walks_rows_that_exceed_the_registers(device: str, granularity:
     _assert_equals_reference(x, rng.make_seed(2, device), granularity=granularity)
 
 
-@pytest.mark.parametrize("block_size", [1026, 1027])
-def test_quantize_walks_blocks_that_exceed_the_registers(device: str, block_size: int) -> None:
-    x = torch.randn(3, 2500, device=device)
-    _assert_equals_reference(x, rng.make_seed(2, device), granularity="block", block_size=block_size)
+@pytest.mark.parametrize("width", [2500, 4096, 4097])
+def test_quantize_walks_blocks_that_exceed_the_registers(device: str, width: int) -> None:
+    x = torch.randn(3, width, device=device)
+    x[0, 2040] = 40.0  # the absmax of a block lies in its last tile
+    _assert_equals_reference(x, rng.make_seed(2, device), granularity="block", block_size=2048)
+
+
+def test_quantize_of_a_block_wider_than_the_row_is_that_of_the_row(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tiles too: none beyond the end of the row."""
+    groups, configure = [], tuning.quantize
+    monkeypatch.setattr(tuning, "quantize", lambda group: groups.append(group) or configure(group))
+    x, seed = torch.randn(5, 33, device=device), rng.make_seed(2, device)
+    codes, scale = quantize(x, granularity="block", block_size=1 << 16, seed=seed)
+    row_codes, row_scale = quantize(x, seed=seed)
+    assert torch.equal(codes, row_codes)
+    assert torch.equal(scale, row_scale[:, None])
+    assert groups == [33, 33]
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 24])
+def test_quantize_refuses_blocks_that_tiles_cannot_cover(device: str, block_size: int) -> None:
+    with pytest.raises(ValueError, match=rf"'block_size' to be a power of two from 2 on \(got {block_size}\)"):
+        quantize(torch.randn(3, 33, device=device), granularity="block", block_size=block_size)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -72,6 +94,19 @@ def test_quantize_walks_blocks_that_exceed_the_registers(device: str, block_size
 def test_quantize_takes_any_strides(device: str, layout: str, granularity: str) -> None:
     x = LAYOUTS[layout](torch.randn(19, 33, device=device))
     _assert_equals_reference(x, rng.make_seed(3, device), **GRANULARITIES[granularity])
+
+
+@pytest.mark.parametrize("granularity", ["row", "tensor", "block2"])
+def test_quantize_finds_columns_beyond_32_bit_offsets(device: str, granularity: str) -> None:
+    x = torch.randn(2, 5, device=device).half()
+    _assert_equals_reference(far_columns(x), rng.make_seed(3, device), **GRANULARITIES[granularity])
+
+
+def test_quantize_finds_them_in_rows_of_several_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = {**tuning.quantize(2), "BLOCK_F": 2}
+    monkeypatch.setattr(tuning, "quantize", lambda group: narrow)
+    x = torch.randn(2, 5, device=device).half()
+    _assert_equals_reference(far_columns(x), rng.make_seed(3, device))
 
 
 @pytest.mark.parametrize("width", SIZES)
@@ -121,7 +156,7 @@ def test_quantize_keeps_poison_in_its_row(device: str, value: float, width: int)
 
 
 @quiet
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -float("nan")])
 def test_quantize_spreads_poison_over_a_shared_scale(device: str, value: float) -> None:
     x = torch.randn(6, 33, device=device)
     x[2, 31] = value

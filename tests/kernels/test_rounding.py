@@ -98,9 +98,10 @@ def test_random_bits_of_a_tile_are_those_of_the_whole_row(device: str) -> None:
 
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_scales_equal_their_torch_twin(device: str, bits: int) -> None:
-    inf = float("inf")
-    special = [0.0, 1e-45, 1e-36, 1e-30, 1.1e-30, 1.0, 126.99997, 3.4e38, inf, float("nan")]
-    absmax = torch.tensor([*special, *torch.logspace(-29, 38, 54).tolist()], device=device)
+    inf, nan = float("inf"), float("nan")
+    special = [0.0, 1e-45, 1e-36, 1e-30, 1.1e-30, 1.0, 126.99997, 3.4e38, inf, nan, -nan]
+    absmax = torch.tensor([*special, *torch.logspace(-29, 38, 53).tolist()], device=device)
+    assert absmax.signbit().sum() == 1  # a NaN whose bits are those of a negative integer
     scale, inv = torch.empty_like(absmax), torch.empty_like(absmax)
     _scale_kernel[(1,)](scale, inv, absmax, (1 << (bits - 1)) - 1, absmax.numel())
     expected_scale, expected_inv = formats.absmax_scale(absmax, bits)

@@ -11,6 +11,7 @@ from kernel_cases import (
     UNIT,
     assert_within,
     csr,
+    far_columns,
     quiet,
     random_codes,
     random_scales,
@@ -78,6 +79,13 @@ def test_sddmm_takes_any_strides(device: str, layout: str) -> None:
     assert torch.equal(sddmm(*strided, **strided_scales), sddmm(*rows, **scales))
 
 
+@pytest.mark.parametrize("far", ["target", "source"])
+def test_sddmm_finds_columns_beyond_32_bit_offsets(device: str, far: str) -> None:
+    (indptr, index, target, source), scales = _codes(GRAPH, 5, device)
+    rows = (far_columns(target), source) if far == "target" else (target, far_columns(source))
+    assert torch.equal(sddmm(indptr, index, *rows, **scales), sddmm(indptr, index, target, source, **scales))
+
+
 @pytest.mark.parametrize("width", SIZES)
 def test_sddmm_uses_nothing_outside_a_view(device: str, width: int) -> None:
     (indptr, index, *codes), scales = _codes(GRAPH, width, device)
@@ -115,6 +123,15 @@ def test_sddmm_of_rows_without_columns_is_zero(device: str) -> None:
     (indptr, index, *_), _ = _codes(GRAPH, 1, device)
     rows = [torch.zeros((n, 0), dtype=torch.int8, device=device) for n in (GRAPH[2], GRAPH[1])]
     assert torch.equal(sddmm(indptr, index, *rows), torch.zeros(index.numel(), device=device))
+
+
+@pytest.mark.parametrize("codes", ["target", "source"])
+def test_sddmm_refuses_codes_with_floats(device: str, codes: str) -> None:
+    (indptr, index, target, source), _ = _codes(GRAPH, 7, device)
+    rows = (target, source.float()) if codes == "target" else (target.float(), source)
+    names = r"torch\.int8 and torch\.float32" if codes == "target" else r"torch\.float32 and torch\.int8"
+    with pytest.raises(TypeError, match=rf"both operands in int8 or both in a floating-point type \(got {names}\)"):
+        sddmm(indptr, index, *rows)
 
 
 def test_sddmm_refuses_sums_that_int32_cannot_hold(device: str) -> None:

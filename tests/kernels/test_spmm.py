@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from qgnn.kernels.spmm import spmm, spmm_requantize
@@ -12,6 +14,7 @@ from kernel_cases import (
     assert_within,
     csr,
     dense,
+    far_columns,
     quiet,
     random_codes,
     random_scales,
@@ -127,6 +130,15 @@ def test_spmm_takes_any_strides(device: str, layout: str, is_int8: bool) -> None
     twice = [v.repeat_interleave(2)[::2] for v in (indptr, index, scale, weight)]
     out = spmm(*twice[:2], LAYOUTS[layout](x), x_scale=twice[2], weight=twice[3])
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("aggregate", [spmm, spmm_requantize])
+def test_aggregation_finds_columns_beyond_32_bit_offsets(device: str, aggregate: Callable[..., object]) -> None:
+    indptr, index = csr(GRAPH[0], GRAPH[2], device)
+    x, scale = random_codes(GRAPH[1], 5, device), random_scales(GRAPH[1], device)
+    out, expected = (aggregate(indptr, index, rows, x_scale=scale) for rows in (far_columns(x), x))
+    pairs = zip(out, expected, strict=True) if isinstance(out, tuple) else [(out, expected)]
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("width", SIZES)
