@@ -58,7 +58,7 @@ if [ -n "$tests" ]; then
     # Other versions than CI's warn about other things; here only the results count.
     # shellcheck disable=SC2086
     timeout --signal=INT --kill-after=10 $((budget * 45 / 100)) "$python" "${isolated[@]}" -m pytest -c pyproject.toml --rootdir . \
-        -W default --tb=short "${workers[@]}" $tests >"$out/tests.log" 2>&1
+        -W default --tb=short --ignore=tests/kernels/test_aot.py "${workers[@]}" $tests >"$out/tests.log" 2>&1
     status=$?
     [ $status -eq 0 ] || failures+=("tests (exit status $status)")
     grep -E '^(FAILED|ERROR) ' "$out/tests.log" | cut -c1-160 | head -n 20

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qgnn.cli.measure import MIB, SavedBytes
+
 from .clock import Clock, percentile
 from .records import Record, Stamp, make_record, now
-
-MIB = 2**20
 
 
 class UnavailableError(Exception):
@@ -122,35 +122,15 @@ def peak_mib(work: Work, device: torch.device) -> float | None:
     return (torch.cuda.max_memory_allocated(device) - before) / MIB
 
 
-def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    if tensor.layout == torch.strided:
-        parts = [tensor]
-    elif tensor.layout == torch.sparse_coo:
-        parts = [tensor._indices(), tensor._values()]
-    elif tensor.layout == torch.sparse_csr:
-        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    else:
-        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    for part in parts:
-        yield part.untyped_storage()
-
-
 def saved_bytes(forward: Callable[[], object]) -> int:
     """Bytes of the distinct storages that ``forward`` makes and saves for the backward pass.
 
     What was alive before it (parameters, inputs, a prepared graph) is kept anyway and does not count.
     """
-    alive = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
-    known = {storage.data_ptr() for tensor in alive for storage in _storages(tensor)}
-    saved: dict[int, torch.UntypedStorage] = {}  # holds each storage, so that no address is given out twice
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.update((storage.data_ptr(), storage) for storage in _storages(tensor))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    saved = SavedBytes()
+    with saved.count():
         forward()
-    return sum(storage.nbytes() for address, storage in saved.items() if address not in known)
+    return round(saved.mib * MIB)
 
 
 def _sample(works: Sequence[Work], clock: Clock, effort: Effort) -> list[list[float]]:

@@ -20,8 +20,9 @@ def latest(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def _rival(group: Sequence[Record], precision: str) -> Record | None:
-    """The fastest provider of that precision that is not ours."""
-    names = [r for r in group if r["ok"] and r["provider"].endswith(precision) and not r["provider"].startswith("qgnn")]
+    """The fastest provider of that precision that is not ours; TF32 is the tensor cores' fp32."""
+    endings = ("fp32", "tf32") if precision == "fp32" else (precision,)
+    names = [r for r in group if r["ok"] and r["provider"].endswith(endings) and not r["provider"].startswith("qgnn")]
     return min(names, key=lambda record: record["median_ms"], default=None)
 
 

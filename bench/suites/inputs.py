@@ -1,7 +1,7 @@
 """Inputs that suites share, and the bounds that their results are held to."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeVar
 
@@ -11,6 +11,8 @@ from torch_geometric.data import Data
 
 import qgnn
 from qgnn import QConfig
+
+from ..harness import Work
 
 # Bounds of the gate on ||result - reference|| / ||reference||. On normal data a row's absmax is 3 to 4 deviations, so a
 # step is about 0.03 of one, and stochastic rounding (step / sqrt(6) rms) costs 0.013 an operand: 0.018 for a product of
@@ -63,6 +65,32 @@ def num_rows(setting: Setting) -> int:
 def randn(*size: int, setting: Setting, seed: int) -> Tensor:
     generator = torch.Generator(setting.device).manual_seed(seed)
     return torch.randn(*size, generator=generator, device=setting.device)
+
+
+def csr_int32(matrix: Tensor) -> Tensor:
+    """CSR with int32 indices, as ours are."""
+    csr = matrix.to_sparse_csr()
+    indices = csr.crow_indices().int(), csr.col_indices().int()
+    return torch.sparse_csr_tensor(*indices, csr.values(), size=csr.shape)
+
+
+def with_tf32(setup: Callable[[], Work]) -> Callable[[], Work]:
+    """The same work with torch's fp32 products on TF32 tensor cores."""
+
+    def tf32_setup() -> Work:
+        work = setup()
+
+        def run() -> object:
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("high")
+            try:
+                return work.run()
+            finally:
+                torch.set_float32_matmul_precision(before)
+
+        return replace(work, run=run)
+
+    return tf32_setup
 
 
 def gradients(

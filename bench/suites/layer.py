@@ -15,7 +15,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from qgnn.nn import QGCNConv
 
 from ..harness import Case, Provider, UnavailableError, Work
-from .inputs import OURS, Setting, graph, graph_name, randn
+from .inputs import OURS, Setting, csr_int32, graph, graph_name, randn, with_tf32
 
 # Bounds on the output and on every gradient of one step. Int8 products and aggregations, forward and backward, add up
 # about six roundings of 0.013 each (see TOLERANCE), and some gradients are small differences of large sums.
@@ -48,9 +48,11 @@ class PreparedConv(GCNConv):
 class GCN(torch.nn.Module):
     """Convolutions with ReLU between them."""
 
-    def __init__(self, make_conv: Callable[[int, int], torch.nn.Module], widths: Sequence[int]) -> None:
+    def __init__(self, make_conv: Callable[..., torch.nn.Module], widths: Sequence[int]) -> None:
         super().__init__()
         self.convs = torch.nn.ModuleList(make_conv(wide, narrow) for wide, narrow in pairwise(widths))
+        if len(widths) > 2 and isinstance(self.convs[-1], QGCNConv):
+            self.convs[-1].config = None  # what feeds the softmax stays in full precision
 
     def forward(self, x: Tensor, edges: Any) -> Tensor:
         for conv in self.convs[:-1]:
@@ -61,7 +63,7 @@ class GCN(torch.nn.Module):
 class Problem:
     """Data, initial weights and loss that the providers of a case share."""
 
-    def __init__(self, widths: Sequence[int], setting: Setting) -> None:
+    def __init__(self, widths: Sequence[int], setting: Setting, dtype: torch.dtype = torch.float32) -> None:
         data = graph("arxiv", setting)
         self.widths, self.setting = widths, setting
         self.edge_index, self.num_nodes = data.edge_index, int(data.num_nodes)
@@ -69,8 +71,9 @@ class Problem:
         if self.whole_model:
             self.x, self.y, self.mask = data.x, data.y, data.train_mask
         else:  # a layer inside a network: its input needs a gradient, and its output receives one
-            self.x = randn(self.num_nodes, widths[0], setting=setting, seed=1).relu_().requires_grad_()
-            self.grad = randn(self.num_nodes, widths[-1], setting=setting, seed=2)
+            # In the type that the rest of the network would hand over, so that no provider pays for casts.
+            self.x = randn(self.num_nodes, widths[0], setting=setting, seed=1).relu_().to(dtype).requires_grad_()
+            self.grad = randn(self.num_nodes, widths[-1], setting=setting, seed=2).to(dtype)
         torch.manual_seed(0)
         self.state = GCN(GCNConv, widths).state_dict()
 
@@ -80,7 +83,7 @@ class Problem:
             raise UnavailableError("torch multiplies sparse bf16 matrices on CUDA only")
         (source, target), weight = gcn_norm(self.edge_index, None, self.num_nodes)
         size = (self.num_nodes, self.num_nodes)
-        return torch.sparse_coo_tensor(torch.stack([target, source]), weight.to(dtype), size).to_sparse_csr()
+        return csr_int32(torch.sparse_coo_tensor(torch.stack([target, source]), weight.to(dtype), size))
 
     def work(
         self,
@@ -137,13 +140,13 @@ class Problem:
 
     def prepared(self, dtype: torch.dtype, autocast: Callable[[], AbstractContextManager] = nullcontext) -> Work:
         matrix = self.adjacency(dtype)
-        return self.work(PreparedConv, (matrix, matrix.t().to_sparse_csr()), autocast)
+        return self.work(PreparedConv, (matrix, csr_int32(matrix.t())), autocast)
 
     def autocast(self) -> AbstractContextManager:
         return torch.autocast(self.setting.device.type, torch.bfloat16)
 
 
-def _providers(problem: Problem) -> Iterator[Provider]:
+def _providers(problem: Problem, bf16: Problem) -> Iterator[Provider]:
     for precision, config in OURS.items():
         make_conv = partial(QGCNConv, cached=True, config=config)
         setup = partial(problem.work, make_conv, problem.edge_index)
@@ -151,10 +154,13 @@ def _providers(problem: Problem) -> Iterator[Provider]:
     yield Provider("pyg coo fp32", problem.coo, STEP_TOLERANCE["fp32"])
     yield Provider("pyg csr fp32", partial(problem.csr, torch.float32), STEP_TOLERANCE["fp32"])
     yield Provider("torch csr both ways fp32", partial(problem.prepared, torch.float32), STEP_TOLERANCE["fp32"])
-    yield Provider("pyg coo bf16", partial(problem.coo, problem.autocast), STEP_TOLERANCE["bf16"])
-    yield Provider("pyg csr bf16", partial(problem.csr, torch.bfloat16, problem.autocast), STEP_TOLERANCE["bf16"])
-
-    prepared = partial(problem.prepared, torch.bfloat16, problem.autocast)
+    if problem.setting.is_cuda:
+        yield Provider("pyg csr tf32", with_tf32(partial(problem.csr, torch.float32)), STEP_TOLERANCE["bf16"])
+        prepared = partial(problem.prepared, torch.float32)
+        yield Provider("torch csr both ways tf32", with_tf32(prepared), STEP_TOLERANCE["bf16"])
+    yield Provider("pyg coo bf16", partial(bf16.coo, bf16.autocast), STEP_TOLERANCE["bf16"])
+    yield Provider("pyg csr bf16", partial(bf16.csr, torch.bfloat16, bf16.autocast), STEP_TOLERANCE["bf16"])
+    prepared = partial(bf16.prepared, torch.bfloat16, bf16.autocast)
     yield Provider("torch csr both ways bf16", prepared, STEP_TOLERANCE["bf16"])
 
 
@@ -175,5 +181,5 @@ def cases(setting: Setting) -> Iterator[Case]:
             f"{graph_name('arxiv', setting)}/{name}",
             "step",
             partial(_exact, problem),
-            list(_providers(problem)),
+            list(_providers(problem, Problem(widths, setting, torch.bfloat16))),
         )

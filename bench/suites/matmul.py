@@ -1,7 +1,6 @@
 """The dense product of a layer, x W^T + b from fp32 to fp32, and both its gradients, quantization included."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -11,7 +10,7 @@ from torch.nn.functional import linear
 from qgnn import functional
 
 from ..harness import Case, Provider, UnavailableError, Work
-from .inputs import OURS, TOLERANCE, Setting, gradients, num_rows, randn
+from .inputs import OURS, TOLERANCE, Setting, gradients, num_rows, randn, with_tf32
 from .quantize import quantize_rows
 
 
@@ -44,26 +43,6 @@ class Operands:
         return sum(t.nbytes for t in (*operands, *outputs))
 
 
-@contextmanager
-def _tf32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _tf32_work(operands: Operands, pass_: str) -> Work:
-    work = operands.work(linear, pass_)
-
-    def run() -> object:
-        with _tf32():
-            return work.run()
-
-    return Work(run)
-
-
 def _bf16(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """As under autocast: operands cast on the way in, the result stays bf16."""
     return linear(x.bfloat16(), weight.bfloat16(), bias.bfloat16())
@@ -87,7 +66,7 @@ def _providers(operands: Operands, pass_: str, setting: Setting) -> Iterator[Pro
         yield Provider(f"qgnn {precision}", partial(operands.work, product, pass_), TOLERANCE[precision])
     yield Provider("torch fp32", partial(operands.work, linear, pass_), TOLERANCE["fp32"])
     if setting.is_cuda:
-        yield Provider("torch tf32", partial(_tf32_work, operands, pass_), TOLERANCE["tf32"])
+        yield Provider("torch tf32", with_tf32(partial(operands.work, linear, pass_)), TOLERANCE["tf32"])
     yield Provider("torch bf16", partial(operands.work, _bf16, pass_), TOLERANCE["bf16"])
     if pass_ == "forward":  # torch._int_mm has no gradient
         yield Provider("torch._int_mm", partial(_int_mm_work, operands, pass_), TOLERANCE["int8"])

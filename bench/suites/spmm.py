@@ -12,7 +12,7 @@ import qgnn
 from qgnn import functional
 
 from ..harness import Case, Provider, UnavailableError, Work
-from .inputs import OURS, TOLERANCE, Setting, gradients, graph, graph_name, randn
+from .inputs import OURS, TOLERANCE, Setting, csr_int32, gradients, graph, graph_name, randn
 
 
 class Operands:
@@ -32,7 +32,7 @@ class Operands:
         rows, columns = (target, source) if pass_ == "forward" else (source, target)
         weight = self.weight if self.weight is not None else torch.ones_like(source, dtype=torch.float32)
         size = (self.num_nodes, self.num_nodes)
-        return torch.sparse_coo_tensor(torch.stack([rows, columns]), weight.to(dtype), size).to_sparse_csr()
+        return csr_int32(torch.sparse_coo_tensor(torch.stack([rows, columns]), weight.to(dtype), size))
 
     def operand(self, pass_: str) -> Tensor:
         return self.x.detach() if pass_ == "forward" else self.grad

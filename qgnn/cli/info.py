@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from qgnn import functional
@@ -40,7 +41,7 @@ def info(options: argparse.Namespace) -> None:
     table = Table("op", "device", "backend", "why", title="which backend serves each op", title_justify="left")
     for op, served in result["ops"].items():
         for device, entry in served.items():
-            table.add_row(op, device, entry["backend"] or "none", entry["why"])
+            table.add_row(op, device, entry["backend"] or "none", escape(entry["why"]))
     console.print(table)
 
 

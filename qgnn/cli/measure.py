@@ -66,12 +66,19 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 class SavedBytes:
     """Counts what autograd keeps for the backward pass: each storage once, whatever number of tensors view it.
 
+    What was alive before (parameters, the data set, a prepared graph) exists between steps as well and does not count.
+
     Args:
-        exclude: Tensors that exist anyway, such as parameters, buffers and the data set.
+        inputs: Tensors that count if they are kept, although they were alive before: the input of the first layer.
     """
 
-    def __init__(self, exclude: Iterable[Tensor]) -> None:
-        self._excluded = {storage.data_ptr() for tensor in exclude for storage in storages_of(tensor)}
+    def __init__(self, inputs: Iterable[Tensor] = ()) -> None:
+        self._excluded: set[int] = set()
+        for item in gc.get_objects():
+            if type(item) in (Tensor, torch.nn.Parameter):
+                with contextlib.suppress(RuntimeError):  # what a compiler left behind has no memory
+                    self._excluded |= {storage.data_ptr() for storage in storages_of(item)}
+        self._excluded -= {storage.data_ptr() for tensor in inputs for storage in storages_of(tensor)}
         # Holding the storages keeps an address from being given out a second time while counting.
         self._saved: dict[int, torch.UntypedStorage] = {}
 

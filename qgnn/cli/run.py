@@ -1,6 +1,7 @@
 """One run: a model trained from one seed, evaluated and measured."""
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,7 +27,8 @@ class Run(NamedTuple):
     Args:
         test_acc: Test accuracy (micro-F1 for multi-label sets) at the best validation epoch, 0 to 1.
         epoch_ms: Median time of a training step: forward, backward and optimizer.
-        saved_mib: What autograd keeps between forward and backward, without what exists between steps as well.
+        saved_mib: What autograd keeps between forward and backward: the inputs of layers and what lies between them,
+            without parameters and the graph.
         peak_mib: The largest amount of memory in use during training, if it can be had.
         ops: Which of qgnn's primitives ran in one training step, how often, in which format and on which backend.
     """
@@ -63,6 +65,8 @@ def train_run(
     torch.manual_seed(seed)
     peak = PeakMemory(device)
     peak.start()
+    data = copy.copy(data)
+    data.edge_index = data.edge_index.clone()  # a prepared graph lives as long as its edges: it ends with the run
     model = GCN(data.x.shape[1], num_outputs(data.y), recipe, precision, seed).to(device)
     first, *rest = model.convs
     groups: list[dict[str, Any]] = [{"params": list(first.parameters()), "weight_decay": recipe.weight_decay}]
@@ -90,8 +94,7 @@ def train_run(
 def model_input(x: Tensor, recipe: Recipe, precision: Precision) -> Tensor | QTensor:
     """The features as the first layer takes them: codes where they are constant, so as to be quantized only once.
 
-    Either way the first layer keeps its input for backward, and this input exists for the whole run. It counts in the
-    peak of memory, not among what a step keeps: neither the features nor the codes that stand for them.
+    The codes take the place of the features in everything that a run keeps.
     """
     if precision.bits is None or recipe.input_dropout:
         return x
@@ -103,13 +106,12 @@ def inspect_step(
 ) -> tuple[float, dict[str, dict[str, Any]]]:
     """One more training step, without the optimizer: the MiB it keeps for backward and the ops it runs.
 
-    What exists between steps as well does not count: the data set, the model's input, parameters and buffers.
+    The input of the first layer counts, as codes or as it is: its weight gradient needs it. What else exists between
+    steps does not: parameters, labels, the graph and what was prepared from it.
     """
     model.train()
     model.zero_grad()
-    given = [value for value in data.to_dict().values() if isinstance(value, Tensor)]
-    given += [x.codes, x.scale] if isinstance(x, QTensor) else [x]
-    saved = SavedBytes([*given, *model.parameters(), *model.buffers()])
+    saved = SavedBytes([x.codes, x.scale] if isinstance(x, QTensor) else [x])
     with trace(error=False) as record:
         with saved.count():
             value = loss(model, x, data, precision)

@@ -1,6 +1,7 @@
 """``qgnn train``: check everything first, then train each precision with each seed, then report."""
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,10 +56,13 @@ def train(options: argparse.Namespace) -> None:
             "versions": versions(),
             "runs": train_all(data, options, recipe, device),
         }
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except (RuntimeError, MemoryError) as error:
+        # On a CPU torch has no error type of its own for this.
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in str(error):
+            raise
         raise UsageError(
             f"not enough memory on {device.type} to train on {options.dataset} with {recipe.hidden} hidden channels; "
-            "give a smaller --hidden or --device cpu"
+            f"give a smaller --hidden{'' if device.type == 'cpu' else ' or --device cpu'}"
         ) from error
     Console().print(report.table(result["runs"], report.caption(options.dataset, data, recipe, device)))
     if options.json is not None:
@@ -115,6 +119,8 @@ def pick_device(name: str | None) -> torch.device:
             f"--device cuda expects a GPU that torch can use (torch {torch.__version__} finds none); "
             "give --device cpu, or install a build of torch with CUDA"
         )
+    if name != "cpu" and torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
+        raise UsageError("the GPU expects Triton (not installed); pip install triton, or give --device cpu")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -124,6 +130,8 @@ def load_data(options: argparse.Namespace) -> Data:
         data = load(options.dataset, options.root)
     except (ValueError, DatasetError) as error:
         raise UsageError(f"--dataset {options.dataset}: {error}") from error
+    except (OSError, RuntimeError) as error:  # a folder that cannot be read, a home that does not exist
+        raise UsageError(f"--root expects a folder that can be read (got {options.root!r}: {error})") from error
     if not isinstance(data, Data) or data.x is None:
         raise UsageError(f"--dataset {options.dataset}: expected one graph with node features (got {data})")
     return data
@@ -131,8 +139,8 @@ def load_data(options: argparse.Namespace) -> Data:
 
 def check_writable(flag: str, path: Path) -> None:
     """Raise unless the file can be written, without leaving a trace if it did not exist."""
-    existed = path.exists()
     try:
+        existed = path.exists() or path.is_symlink()
         with path.open("a"):
             pass
         if not existed:

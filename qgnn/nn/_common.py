@@ -40,6 +40,18 @@ def initialize_lazy(linear: Linear, x: Tensor | QTensor) -> None:
         linear.initialize_parameters(None, (x.codes if isinstance(x, QTensor) else x,))
 
 
+def restore_propagate(conv: MessagePassing) -> None:
+    """Give explainers the ``propagate`` that they need.
+
+    PyG replaces a class's ``propagate`` by a generated one and remembers the class's own for explainers. Once the
+    parent class was used, what a subclass inherits, and hence remembers, is the parent's generated one, which ignores
+    masks.
+    """
+    cls = type(conv)
+    if cls._jinja_propagate is not cls._orig_propagate:  # equal where a class has a propagate of its own
+        cls._orig_propagate = MessagePassing.propagate
+
+
 _MESSAGE_METHODS = ("message", "aggregate", "message_and_aggregate", "update")  # PyG generates propagate itself
 
 

@@ -11,7 +11,7 @@ from torch_geometric.nn.conv import GCNConv
 from qgnn import functional, trace
 from qgnn.config import QConfig, check_product_config
 from qgnn.graph import Graph, as_graph, check_edge_weight, identity, one_weight, to_edges
-from qgnn.nn._common import active_config, initialize_lazy, needs_message_path
+from qgnn.nn._common import active_config, initialize_lazy, needs_message_path, restore_propagate
 from qgnn.nn.gcn_norm import GCNStructure
 from qgnn.qtensor import QTensor
 from qgnn.weak_cache import cached
@@ -77,6 +77,7 @@ class QGCNConv(GCNConv):
     ) -> None:
         check_product_config(config, type(self).__name__)
         super().__init__(in_channels, out_channels, improved, cached, add_self_loops, normalize, bias, **kwargs)
+        restore_propagate(self)
         self.config = config
         self._is_fused_aggr = isinstance(self.aggr, str) and self.aggr in _REDUCE
         if config is not None and not self._is_fused_aggr:

@@ -226,8 +226,15 @@ class TwoLayers(nn.Module):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_gcn_conv_can_be_explained(weighted: bool) -> None:
+@pytest.mark.parametrize("after_parent", [False, True])
+def test_gcn_conv_can_be_explained(weighted: bool, after_parent: bool) -> None:
     model = TwoLayers()
+    if after_parent:  # PyG generates code for a class at its first use, and a subclass inherits that code
+
+        class Child(QGCNConv):
+            pass
+
+        model.conv1, model.conv2 = Child(K, 16), Child(16, 3)
     explainer = Explainer(
         model,
         algorithm=GNNExplainer(epochs=2),
