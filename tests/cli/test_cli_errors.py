@@ -181,3 +181,36 @@ def test_peak_is_unknown_where_the_mark_cannot_be_reset(monkeypatch: pytest.Monk
     peak = PeakMemory(torch.device("cpu"))
     peak.start()
     assert peak.mib is None
+
+
+def test_a_file_name_that_no_system_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = error_of(main(["train", "--json", str(tmp_path / ("x" * 300))]), capsys)
+    assert "--json expects a file that can be written" in message
+
+
+def test_a_root_in_the_home_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    message = error_of(main(["train", "--dataset", "cora", "--root", "~no-such-user/data"]), capsys)
+    assert "--root expects a folder that can be read (got '~no-such-user/data'" in message
+
+
+def test_no_memory_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """torch has no error type of its own for it; other errors of the same type keep their traceback."""
+    texts = iter(["DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes", "something else"])
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(next(texts))
+
+    monkeypatch.setattr(train_module, "train_run", fail)
+    arguments = ["train", "--device", "cpu"]
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert "not enough memory on cpu to train on wordnet" in err
+    assert "--device cpu" not in err
+    with pytest.raises(RuntimeError, match="something else"):
+        main(arguments)
+
+
+def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(train_module.importlib.util, "find_spec", lambda _: None)
+    assert "pip install triton, or give --device cpu" in error_of(main(["train"]), capsys)

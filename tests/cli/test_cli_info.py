@@ -62,3 +62,11 @@ def test_info_names_a_missing_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_info_rejects_an_unwritable_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["info", "--json", str(tmp_path / "no" / "info.json")]) == 2
     assert "qgnn info: error: --json expects a file that can be written" in capsys.readouterr().err
+
+
+def test_info_prints_reasons_as_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What looks like markup to the table is part of a linker's message."""
+    served = {"spmm": {"cuda": {"backend": None, "why": "[/usr/bin/ld] failed"}}}
+    monkeypatch.setattr(info, "backends", lambda: served)
+    assert main(["info"]) == 0
+    assert "[/usr/bin/ld] failed" in capsys.readouterr().out
