@@ -177,7 +177,8 @@ def cycles(root: Path) -> list[str]:
 
 
 def long_files(root: Path) -> list[str]:
-    files = (path for top in ("qgnn", "kernels", "tests", "bench") for path in (root / top).rglob("*.py"))
+    tops = ("qgnn", "kernels", "tests", "bench")
+    files = (path for top in tops for path in (root / top).rglob("*.*") if path.suffix in (".py", ".c", ".h"))
     lines = {path: path.read_text().count("\n") for path in files}
     return [f"{path.relative_to(root)} has {n} lines" for path, n in sorted(lines.items()) if n > MAX_LINES]
 
@@ -190,25 +191,33 @@ def _primitive(stem: str) -> str:
 def missing_rooms(root: Path) -> list[str]:
     """A primitive has one name everywhere: its kernel, reference function, op and tests are found by it.
 
-    A kernel may do without an op of its own (another op launches it), an op not without a kernel.
+    A kernel is written in Triton (``kernels/<name>.py``), in C (``kernels/cpu/<name>.c``) or in both. It may do without
+    an op of its own (another op launches it), an op not without a kernel.
     """
-    with_kernel = [
-        path for path in (root / "kernels").glob("*.py") if re.search(r"def _\w+_kernel\(", path.read_text())
-    ]
-    files = {"kernels": with_kernel, "ops": list((root / "qgnn" / "ops").glob("[!_]*.py"))}
-    definitions = set(re.findall(r"^def (\w+)\(", (root / "qgnn" / "reference.py").read_text(), flags=re.MULTILINE))
-    names: dict[str, set[str]] = {"kernels": set(), "ops": set()}
+    in_triton = [path for path in (root / "kernels").glob("*.py") if re.search(r"def _\w+_kernel\(", path.read_text())]
+    files = {
+        "kernels": in_triton,
+        "kernels/cpu": list((root / "kernels" / "cpu").glob("*.c")),
+        "ops": list((root / "qgnn" / "ops").glob("[!_]*.py")),
+    }
+    sources = "\n".join(path.read_text() for path in (root / "qgnn" / "reference").glob("*.py"))
+    definitions = set(re.findall(r"^def (\w+)\(", sources, flags=re.MULTILINE))
+    names: dict[str, set[str]] = {place: set() for place in files}
     wrong = []
     for place, paths in files.items():
         for path in sorted(paths):
             name = _primitive(path.stem)
-            if name in (PRIMITIVES if place == "kernels" else (*PRIMITIVES, *FUSED)):
+            if name in ((*PRIMITIVES, *FUSED) if place == "ops" else PRIMITIVES):
                 names[place].add(name)
             else:
                 wrong.append(f"{path.relative_to(root)} is named after no primitive")
         for name in sorted(names[place]):
             if not any((root / "tests" / place).glob(f"test_{name}*.py")):
                 wrong.append(f"'{name}' has no tests/{place}/test_{name}.py")
-    wrong += [f"'{name}' has no function in qgnn/reference.py" for name in sorted(names["kernels"] - definitions)]
-    wrong += [f"'{name}' has no kernels/{name}.py" for name in sorted(names["ops"] - names["kernels"] - set(FUSED))]
+    with_kernel = names["kernels"] | names["kernels/cpu"]
+    wrong += [f"'{name}' has no function in qgnn/reference" for name in sorted(with_kernel - definitions)]
+    wrong += [
+        f"'{name}' has no kernels/{name}.py and no kernels/cpu/{name}.c"
+        for name in sorted(names["ops"] - with_kernel - set(FUSED))
+    ]
     return wrong

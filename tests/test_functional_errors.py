@@ -134,9 +134,9 @@ def test_block_scales_are_rejected_in_products(call: Call) -> None:
 
 @AGGREGATIONS
 @CONFIGS
-@pytest.mark.parametrize("reduce", ["max", "add", None])
+@pytest.mark.parametrize("reduce", ["prod", "add", None])
 def test_an_unknown_reduction_is_rejected(call: Call, config: QConfig | None, reduce: Any) -> None:
-    with pytest.raises(ValueError, match=r"expects 'reduce' to be one of \('sum', 'mean'\) \(got "):
+    with pytest.raises(ValueError, match=r"expects 'reduce' to be one of \('sum', 'mean'.*\) \(got "):
         call(torch.ones(N, K), config=config, reduce=reduce)
 
 
@@ -205,11 +205,6 @@ def test_quantized_features_that_products_cannot_take_are_rejected(call: Call) -
         call(functional.quantize(x, QConfig(granularity="block", block_size=2)))
     with pytest.raises(ValueError, match=rf"'{call.__name__}' expects one scale a row or one a tensor \(got scales"):
         call(formats.Int(8).encode(x, dim=0))
-
-
-def test_quantized_features_are_no_input_of_spmm() -> None:
-    with pytest.raises(TypeError, match=r"'spmm' expects 'x' to be a tensor \(got QTensor\)"):
-        spmm(functional.quantize(torch.randn(N, K)))
 
 
 @ALL

@@ -73,11 +73,12 @@ def test_the_guide_shows_the_same_floors() -> None:
         ("qgnn/config.py", "from qgnn.functional import linear"),
         ("qgnn/config.py", "def late():\n    from . import nn"),
         ("qgnn/rng.py", "import qgnn"),
-        ("qgnn/reference.py", "from qgnn.ops import spmm"),
-        ("qgnn/functional.py", "from .nn import QLinear"),
+        ("qgnn/reference/sparse.py", "from qgnn.ops import spmm"),
+        ("qgnn/functional/dense.py", "from ..nn import QLinear"),
         ("qgnn/graph.py", "import qgnn.cli"),
         ("kernels/planted.py", "from ..config import QConfig"),
         ("kernels/planted.py", "from qgnn import rng"),
+        ("kernels/cpu/planted.py", "from qgnn import rng"),
         ("qgnn/ops/planted.py", "from ..kernels import spmm"),
         ("qgnn/nn/planted.py", "def late():\n    from qgnn.kernels import spmm"),
     ],
@@ -110,7 +111,7 @@ def test_a_module_without_a_floor_is_found(copy: Path) -> None:
         ("qgnn/config.py", "import triton"),
         ("qgnn/ops/planted.py", "from torch_geometric.nn import GCNConv"),
         ("qgnn/cli/planted.py", "import matplotlib.pyplot as plt"),
-        ("qgnn/functional.py", "def late():\n    import requests"),
+        ("qgnn/functional/dense.py", "def late():\n    import requests"),
         ("kernels/planted.py", "import numpy as np"),
     ],
 )
@@ -136,23 +137,38 @@ def test_an_import_for_typing_makes_no_cycle(copy: Path) -> None:
 
 
 def test_a_long_file_is_found(copy: Path) -> None:
+    plant(copy, "kernels/cpu/planted.c", "int x;\n" * house.MAX_LINES)
     plant(copy, "tests/nn/planted.py", "x = 1\n" * house.MAX_LINES)
     found = house.long_files(copy)
-    assert [line.split()[0] for line in found] == ["tests/nn/planted.py"]
+    assert [line.split()[0] for line in found] == ["kernels/cpu/planted.c", "tests/nn/planted.py"]
 
 
 def test_a_primitive_without_a_room_is_found(copy: Path) -> None:
     (copy / "kernels" / "spmm.py").rename(copy / "kernels" / "aggregate.py")
-    plant(copy, "qgnn/ops/blocks.py", "")
-    plant(copy, "kernels/softmax.py", "def _softmax_rows_kernel(x_ptr): ...")
+    for path in (copy / "kernels" / "cpu").glob("spmm*.c"):
+        path.rename(path.with_stem("aggregate"))
+    plant(copy, "kernels/cpu/gather.c", "")
+    plant(copy, "qgnn/ops/attention.py", "")
+    plant(copy, "kernels/attention.py", "def _attention_rows_kernel(x_ptr): ...")
+    plant(copy, "kernels/cpu/attention.c", "void attention(void);")
     assert set(house.missing_rooms(copy)) >= {
         "kernels/aggregate.py is named after no primitive",
-        "'spmm' has no kernels/spmm.py",
-        "'blocks' has no kernels/blocks.py",
-        "'blocks' has no tests/ops/test_blocks.py",
-        "'softmax' has no function in qgnn/reference.py",
-        "'softmax' has no tests/kernels/test_softmax.py",
+        "kernels/cpu/gather.c is named after no primitive",
+        "'spmm' has no kernels/spmm.py and no kernels/cpu/spmm.c",
+        "'attention' has no tests/ops/test_attention.py",
+        "'attention' has no function in qgnn/reference",
+        "'attention' has no tests/kernels/test_attention.py",
+        "'attention' has no tests/kernels/cpu/test_attention.py",
     }
+
+
+def test_a_kernel_in_either_language_serves_an_op(copy: Path) -> None:
+    """What is written in C alone has no Triton kernel yet, and the reverse."""
+    for language in ("kernels/attention.py", "kernels/cpu/attention.c"):
+        plant(copy, "qgnn/ops/attention.py", "")
+        plant(copy, language, "def _attention_rows_kernel(x_ptr): ...")
+        assert not [line for line in house.missing_rooms(copy) if "'attention' has no kernels" in line]
+        (copy / language).unlink()
 
 
 # Prints what `import qgnn` adds on top of torch and PyG: loaded modules, started processes, loaded shared libraries.

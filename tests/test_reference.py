@@ -21,6 +21,8 @@ from dense import (
     sum_bound,
 )
 from qgnn import Graph, reference
+from qgnn.reference import _common
+from qgnn.reference.dense import _integer_product
 from statistics_checks import EPS
 
 EPS64 = 2.0**-53
@@ -63,7 +65,7 @@ def test_matmul_worst_case_codes_are_exact(K: int) -> None:
     exact = exact_product(x_q, w_q)
     y = reference.matmul(x_q, torch.ones(1), w_q, torch.ones(2), out_dtype=torch.float64)
     assert torch.equal(y, exact.float().double())
-    assert torch.equal(reference._integer_product(x_q, w_q), exact.float())
+    assert torch.equal(_integer_product(x_q, w_q), exact.float())
 
 
 @pytest.mark.parametrize("K", WIDTHS)
@@ -320,8 +322,8 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
 
     whole = results()
-    monkeypatch.setattr(reference, "_CHUNK_ELEMENTS", 2 * F)
-    assert len(list(reference._row_chunks(N, F))) == N // 2
+    monkeypatch.setattr(_common, "CHUNK_ELEMENTS", 2 * F)
+    assert len(list(_common.row_chunks(N, F))) == N // 2
     for in_one, in_pieces in zip(whole, results(), strict=True):
         assert torch.equal(in_one, in_pieces)
 
@@ -329,5 +331,5 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chunks_cover_every_row() -> None:
     for num_rows in (0, 1, 1000):
         for width in (0, 1, 10**9):
-            covered = [row for rows in reference._row_chunks(num_rows, width) for row in range(rows.start, rows.stop)]
+            covered = [row for rows in _common.row_chunks(num_rows, width) for row in range(rows.start, rows.stop)]
             assert covered == list(range(num_rows))

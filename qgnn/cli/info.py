@@ -16,6 +16,7 @@ from qgnn import functional
 from qgnn.cli.train import check_writable, write_json
 from qgnn.cli.versions import versions
 from qgnn.config import QConfig
+from qgnn.ops._backends import c_kernels
 from qgnn.trace import trace
 
 
@@ -71,8 +72,10 @@ def backends() -> dict[str, dict[str, dict[str, Any]]]:
     Found by running a tiny layer forward and backward on each device, not by looking at settings.
     """
     served: dict[str, dict[str, dict[str, Any]]] = {}
+    compiled, detail = c_kernels()
+    reason = "C kernels, compiled at the first call" if compiled else "plain PyTorch"
     for op, backend in probe("cpu").items():
-        served[op] = {"cpu": {"backend": backend, "why": "plain PyTorch, for tensors on the CPU"}}
+        served[op] = {"cpu": {"backend": backend, "why": f"{reason}: {' '.join(detail.split())[:300]}"}}
     if not torch.cuda.is_available():
         why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
         for op in served:

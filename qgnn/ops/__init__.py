@@ -3,9 +3,11 @@
 Importing this package registers them under ``torch.ops.qgnn``; Triton is imported at the first call with a CUDA tensor.
 """
 
+from qgnn.ops.blocks import blocks_pack, blocks_unpack
 from qgnn.ops.graph_linear import graph_linear
 from qgnn.ops.matmul import matmul
 from qgnn.ops.quantize import quantize
 from qgnn.ops.spmm import spmm
+from qgnn.ops.spmm_extremum import spmm_extremum
 
-__all__ = ["graph_linear", "matmul", "quantize", "spmm"]
+__all__ = ["blocks_pack", "blocks_unpack", "graph_linear", "matmul", "quantize", "spmm", "spmm_extremum"]

@@ -1,7 +1,7 @@
 """The sets of primitives that ops run on, one a device type, with every call reported to open traces.
 
 Each set offers the functions of ``qgnn.reference`` under the same names and signatures, so an op is written once over a
-:class:`Backend` and registered for each device.
+:class:`Backend` and registered for each device: Triton on CUDA, C on a CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qgnn import reference, trace
 STREAM_INPUT, STREAM_WEIGHT, STREAM_HIDDEN = 0, 1, 2
 STREAM_GRAD, STREAM_WEIGHT_T, STREAM_GRAD_HIDDEN = 3, 4, 5
 
-# The functions of a backend, and the kernel file that each lives in.
+# The primitives, and the file of kernels/ and kernels/cpu/ that each lives in.
 _HOMES = {
     "quantize": "quantize",
     "matmul": "matmul",
@@ -29,25 +29,44 @@ _HOMES = {
     "matmul_dw": "matmul",
     "spmm": "spmm",
     "spmm_requantize": "spmm",
+    "spmm_extremum": "spmm",
+    "spmm_extremum_dx": "spmm",
     "sddmm": "sddmm",
+    "blocks_pack": "blocks",
+    "blocks_unpack": "blocks",
 }
-_ROUNDS = {"quantize", "matmul_requantize", "spmm_requantize"}
+_ROUNDS = {"quantize", "matmul_requantize", "spmm_requantize", "blocks_pack", "blocks_unpack"}
+_CODES = (torch.int8, torch.uint8)
+# Primitives that have no Triton kernel yet: their reference function runs on CUDA tensors as well.
+_WITHOUT_TRITON = {"blocks_pack", "blocks_unpack", "spmm_extremum", "spmm_extremum_dx"}
 
 
 class Backend:
-    """Primitives of one device type.
+    """The primitives of one device type.
 
     Args:
         name: What a trace shows.
         primitives: The functions, by name.
+        serves: Whether ``(primitive, operands, options)`` is among what these functions do; if not, the reference runs.
+        engines: For primitives that hand their product to another library: what it runs for these operands.
     """
 
-    def __init__(self, name: str, primitives: dict[str, Callable[..., Any]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        primitives: dict[str, Callable[..., Any]],
+        serves: Callable[[str, tuple[Any, ...], dict[str, Any]], bool] | None = None,
+        engines: dict[str, Callable[..., str]] | None = None,
+    ) -> None:
         self.name = name
         self._primitives = primitives
+        self._serves = serves
+        self._engines = engines or {}
 
     def call(self, primitive: str, trace_name: str, *operands: Tensor | None, bits: int = 8, **options: Any) -> Any:
         """Run ``primitive`` and report it as ``trace_name``; ``bits`` is the width of integer operands."""
+        if self._serves is not None and not self._serves(primitive, operands, options):
+            return torch_backend().call(primitive, trace_name, *operands, bits=bits, **options)
         if primitive in _ROUNDS:
             options["bits"] = bits
         result = self._primitives[primitive](*operands, **options)
@@ -57,10 +76,12 @@ class Backend:
             if primitive == "quantize":
                 error = partial(_relative_error, operands, results, options.get("block_size", 0))
             tensors = [t for t in operands if t is not None]
-            integer = primitive == "quantize" or any(t.dtype == torch.int8 for t in tensors)
+            integer = primitive in ("quantize", "blocks_pack") or any(t.dtype in _CODES for t in tensors)
             dtypes = [t.dtype for t in tensors if t.is_floating_point()]
             fmt = f"int{bits}" if integer else str(dtypes[0]).removeprefix("torch.")
-            trace.report(trace_name, fmt, self.name, (*operands, *options.values(), *results), error)
+            engine = self._engines.get(primitive)
+            name = self.name if engine is None else f"{self.name}/{engine(*operands)}"
+            trace.report(trace_name, fmt, name, (*operands, *options.values(), *results), error)
         return result
 
 
@@ -78,11 +99,46 @@ def torch_backend() -> Backend:
     return Backend(reference.NAME, {name: getattr(reference, name) for name in _HOMES})
 
 
+def _triton_serves(primitive: str, operands: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    if primitive == "sddmm":
+        return options.get("op", "dot") == "dot" and options.get("heads", 1) == 1
+    return primitive not in _WITHOUT_TRITON
+
+
 @cache
 def triton_backend() -> Backend:
     """The Triton kernels; imported here, at the first CUDA call."""
-    modules = {home: import_module(f"qgnn.kernels.{home}") for home in set(_HOMES.values())}
-    return Backend("triton", {name: getattr(modules[home], name) for name, home in _HOMES.items()})
+    homes = {name: home for name, home in _HOMES.items() if name not in _WITHOUT_TRITON}
+    modules = {home: import_module(f"qgnn.kernels.{home}") for home in set(homes.values())}
+    return Backend("triton", {name: getattr(modules[home], name) for name, home in homes.items()}, _triton_serves)
+
+
+def _c_serves(primitive: str, operands: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    tensors = (*operands, *options.values())
+    return not any(isinstance(t, Tensor) and t.dtype == torch.float64 for t in tensors)
+
+
+@cache
+def c_backend() -> Backend | None:
+    """The native kernels, compiled at the first call; ``None`` where they cannot be."""
+    if not c_kernels()[0]:
+        return None
+    modules = {home: import_module(f"qgnn.kernels.cpu.{home}") for home in set(_HOMES.values())}
+    engines = {name: modules["matmul"].ENGINES[name] for name in ("matmul", "matmul_requantize", "matmul_dw")}
+    return Backend("c", {name: getattr(modules[home], name) for name, home in _HOMES.items()}, _c_serves, engines)
+
+
+def c_kernels() -> tuple[bool, str]:
+    """Whether the native kernels can be used, and where their library is, or why not."""
+    from qgnn.kernels.cpu import library
+
+    reason = library.unavailable()
+    return (True, str(library.path())) if reason is None else (False, reason)
+
+
+def cpu_backend() -> Backend:
+    """The native kernels, or plain PyTorch on a machine that cannot compile them; float64 is PyTorch's anyway."""
+    return c_backend() or torch_backend()
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
@@ -103,7 +159,7 @@ def define(name: str, function: Callable[..., Any], schema: str) -> Any:
 
     def on_cpu(*args: Any) -> Any:
         with _without_autocast("cpu"):
-            return function(torch_backend(), *args)
+            return function(cpu_backend(), *args)
 
     def on_cuda(*args: Any) -> Any:
         with _without_autocast("cuda"):

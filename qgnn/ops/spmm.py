@@ -1,7 +1,8 @@
 """``qgnn::spmm``: the weighted neighbor sum over a graph, with the gradients of rows, edge weights and bias.
 
 With ``bits`` the rows are rounded to int8 before they are gathered, and so is the gradient, with *its* scale; with
-``bits=0`` rows and gradient keep their type. Constant edge weights need nothing of ``x`` in the backward pass, so
+``bits=0`` rows and gradient keep their type. Rows that come as codes with ``x_scale`` are gathered as they are, and
+have no gradient. Constant edge weights need nothing of ``x`` in the backward pass, so
 nothing is kept then.
 """
 
@@ -42,6 +43,8 @@ def edge_weight_grad(
     (g, g_scale), (x, x_scale) = rows_target, rows_source
     if g.dtype == torch.int8 and x.dtype != torch.int8:  # the rows themselves were kept, not their codes
         g, x = g.float(), x.float()
+    elif x.dtype == torch.int8 and g.dtype != torch.int8:  # the rows came as codes, which any float type holds exactly
+        x = x.to(g.dtype)
     scales = {"target_scale": g_scale, "source_scale": x_scale}
     return backend.call("sddmm", "sddmm.backward", indptr, index, g, x, bits=bits or 8, **scales)
 
@@ -49,6 +52,7 @@ def edge_weight_grad(
 def _spmm(
     backend: Backend,
     x: Tensor,
+    x_scale: Tensor | None,
     weight: Tensor | None,
     weight_t: Tensor | None,
     row_factor: Tensor | None,
@@ -63,8 +67,8 @@ def _spmm(
     granularity: str,
     keep_codes: bool,
 ) -> tuple[Tensor, ...]:
-    rows, scale = x, None
-    if bits:
+    rows, scale = x, x_scale
+    if bits and x_scale is None:
         rows, scale = quantize_operand(backend, x, seed, bits, granularity, STREAM_INPUT, "forward")
     out = backend.call(
         "spmm",
@@ -77,16 +81,18 @@ def _spmm(
         x_scale=scale,
         row_factor=row_factor,
         bias=bias,
-        out_dtype=x.dtype,
+        out_dtype=x.dtype if x.is_floating_point() else torch.float32,
     )
-    return fresh(x, (out, rows if keep_codes else None, scale if keep_codes else None))
+    made_codes = keep_codes and x_scale is None
+    return fresh(x, (out, rows if made_codes else None, scale if made_codes else None))
 
 
 spmm = define(
     "spmm",
     _spmm,
-    "(Tensor x, Tensor? weight, Tensor? weight_t, Tensor? row_factor, Tensor? bias, Tensor indptr, Tensor index,"
-    " Tensor indptr_t, Tensor index_t, Tensor order_t, Tensor? seed, int bits, str granularity, bool keep_codes)"
+    "(Tensor x, Tensor? x_scale, Tensor? weight, Tensor? weight_t, Tensor? row_factor, Tensor? bias, Tensor indptr,"
+    " Tensor index, Tensor indptr_t, Tensor index_t, Tensor order_t, Tensor? seed, int bits, str granularity,"
+    " bool keep_codes)"
     " -> (Tensor, Tensor, Tensor)",
 )
 
@@ -94,6 +100,7 @@ spmm = define(
 @spmm.register_fake
 def _(
     x: Tensor,
+    x_scale: Tensor | None,
     weight: Tensor | None,
     weight_t: Tensor | None,
     row_factor: Tensor | None,
@@ -108,8 +115,9 @@ def _(
     granularity: str,
     keep_codes: bool,
 ) -> tuple[Tensor, ...]:
-    out = x.new_empty((indptr.shape[0] - 1, x.shape[1]))
-    return (out, *fake_kept(x, None, granularity, keep_codes))
+    dtype = x.dtype if x.is_floating_point() else torch.float32
+    out = x.new_empty((indptr.shape[0] - 1, x.shape[1]), dtype=dtype)
+    return (out, *fake_kept(x, x_scale, granularity, keep_codes))
 
 
 def _spmm_backward(
@@ -187,13 +195,13 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, weight_t, row_factor, bias, *graph, seed, bits, granularity, keep_codes = inputs
+    x, x_scale, weight, weight_t, row_factor, bias, *graph, seed, bits, granularity, keep_codes = inputs
     rows, scale = output[1:]
     ctx.mark_non_differentiable(rows, scale)
     ctx.set_materialize_grads(False)
     saved_x = saved_scale = None
     if weight is not None and weight.requires_grad:
-        saved_x, saved_scale = (rows, scale) if keep_codes else (x, None)
+        saved_x, saved_scale = (rows, scale) if keep_codes and x_scale is None else (x, x_scale)
     ctx.save_for_backward(saved_x, saved_scale, weight, weight_t, row_factor, *graph, seed)
     ctx.options = (bits, granularity)
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -201,13 +209,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * 14
-    needs_dx, needs_dweight, _, _, needs_bias = ctx.needs_input_grad[:5]
+        return (None,) * 15
+    needs_dx, _, needs_dweight, _, _, needs_bias = ctx.needs_input_grad[:6]
     dx = dweight = None
     if needs_dx or needs_dweight:
         dx, dweight = spmm_backward(grad, *ctx.saved_tensors, *ctx.options, needs_dx, needs_dweight)
     db = bias_grad(grad, ctx.bias_dtype) if needs_bias else None
-    return (dx if needs_dx else None, dweight if needs_dweight else None, None, None, db, *(None,) * 9)
+    return (dx if needs_dx else None, None, dweight if needs_dweight else None, None, None, db, *(None,) * 9)
 
 
 spmm.register_autograd(_backward, setup_context=_setup_context)

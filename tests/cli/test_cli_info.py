@@ -19,10 +19,19 @@ def test_info_writes_what_it_prints(capsys: pytest.CaptureFixture[str], tmp_path
     assert result["devices"][0]["device"] == "cpu"
     for op in ("quantize", "matmul", "spmm", "sddmm"):
         assert op in out
-        assert result["ops"][op]["cpu"]["backend"] == "torch"
+        entry = result["ops"][op]["cpu"]
+        assert entry["backend"] == "c" if op != "matmul" else entry["backend"].startswith("c/")
+        assert entry["why"].startswith("C kernels, compiled at the first call: /")
         assert set(result["ops"][op]) == {"cpu", "cuda"}
     assert "\x1b" not in out
     assert err == ""
+
+
+def test_info_says_why_the_cpu_runs_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info, "c_kernels", lambda: (False, "no C compiler: none of cc, gcc, clang is on the path"))
+    monkeypatch.setattr(info, "probe", lambda device: {"spmm": "torch"})
+    why = "plain PyTorch: no C compiler: none of cc, gcc, clang is on the path"
+    assert info.backends()["spmm"]["cpu"] == {"backend": "torch", "why": why}
 
 
 def test_info_says_why_the_gpu_serves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def run(
 ) -> Tensor:
     structure = spmm_structure(graph)
     options = (seed_of(seed), bits, granularity, keep_codes and bits > 0)
-    return ops.spmm(x, weight, weight_t, row_factor, bias, *structure, *options)[0]
+    return ops.spmm(x, None, weight, weight_t, row_factor, bias, *structure, *options)[0]
 
 
 def inputs(graph: Graph, F: int = 7, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -290,9 +290,9 @@ def test_spmm_opcheck(bits: int, learned: bool, granularity: str) -> None:
     weight_t = None if learned else weight[graph.csc.order]
     keep_codes = learned and bits > 0
     options = (rng.make_seed(1) if bits else None, bits, granularity, keep_codes)
-    args = (x, weight, weight_t, graph.mean_factor, bias, *spmm_structure(graph), *options)
+    args = (x, None, weight, weight_t, graph.mean_factor, bias, *spmm_structure(graph), *options)
     opcheck(ops.spmm, args, compiled=granularity == "row")
-    opcheck(ops.spmm, (x, None, None, None, None, *spmm_structure(graph), *options))
+    opcheck(ops.spmm, (x, None, None, None, None, None, *spmm_structure(graph), *options))
 
 
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=str)
@@ -318,7 +318,7 @@ def test_spmm_on_the_kernels(bits: int, device: str) -> None:
         options = (rng.make_seed(1, place), bits, "row")
         x_there, weight_there, factor, bias_there, grad_there = moved
         y, codes, scale = _spmm(
-            backend, x_there, weight_there, None, factor, bias_there, *structure, *options, bits > 0
+            backend, x_there, None, weight_there, None, factor, bias_there, *structure, *options, bits > 0
         )
         kept = (codes, scale) if bits else (x_there, None)
         back = _spmm_backward(backend, grad_there, *kept, weight_there, None, factor, *structure, *options, True, True)

@@ -1,0 +1,195 @@
+"""Compiling the native kernels with the system's C compiler, once a machine.
+
+The library lies in the user's cache folder (``QGNN_CACHE_DIR``, else ``$XDG_CACHE_HOME/qgnn``, else ``~/.cache/qgnn``)
+under a name made of a key, what went in (sources, flags, ``CC``, CPU, C library), and of a digest, what came out: a
+file that was cut short or changed is seen and built again. Files appear by renaming, so processes that build at the
+same time do not disturb each other. If the folder cannot be used, the library lives in a temporary one for as long as
+the process.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).parent
+FLAGS = (
+    *("-std=gnu11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"),
+    # Codes and NaN must come out as in the reference: no contraction, none of -ffast-math's assumptions about values.
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter"),  # the last two: without OpenMP
+)
+# Tried in this order: a compiler may lack OpenMP (one thread then), or know no native architecture.
+VARIANTS = (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())
+TIMEOUT_S = 300  # some 10 s of work, which many processes may start at once
+
+
+class BuildError(RuntimeError):
+    """The native kernels cannot be compiled or loaded; the message says why."""
+
+
+class CompilerError(BuildError):
+    """The compiler ran and failed: with other options it may succeed."""
+
+
+def loaded_libraries(*names: str) -> list[Path]:
+    """Shared libraries of this process whose file name starts with one of ``names`` (Linux; elsewhere none)."""
+    try:
+        maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
+    except OSError:
+        return []
+    files = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "/" in line}
+    return sorted(Path(file) for file in files if Path(file).name.startswith(names))
+
+
+def _command(text: str) -> list[str]:
+    """A program, whose path may have spaces, or a program with options, such as ``ccache gcc``; empty if not found."""
+    if shutil.which(text):
+        return [text]
+    try:
+        words = shlex.split(text)
+    except ValueError:  # a quotation without an end
+        return []
+    return words if words and shutil.which(words[0]) else []
+
+
+def compiler() -> list[str]:
+    """The command of the C compiler: ``CC``, or the first of ``cc``, ``gcc`` and ``clang`` on the path."""
+    candidates = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    for candidate in candidates:
+        if command := _command(candidate):
+            return command
+    raise BuildError(f"no C compiler: found no program {' or '.join(candidates)}; install one, or set CC")
+
+
+def _cpu() -> str:
+    """What -march=native depends on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        first = cpuinfo.read_text().split("\n\n")[0]
+        lines = re.findall(r"^(?:model name|flags|Features|CPU part)\s*:.*$", first, re.MULTILINE)
+        return "\n".join([platform.machine(), *lines])
+    return f"{platform.machine()} {platform.processor()}"
+
+
+def _key() -> str:
+    """What goes in. Not the compiler itself: a library that is there already is loaded without one."""
+    parts = [path.name.encode() + path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
+    options = (os.environ.get("CC", ""), *FLAGS, *(flag for variant in VARIANTS for flag in variant))
+    parts += [os.fsencode(item) for item in (*options, _cpu(), *platform.libc_ver())]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:20]
+
+
+def _cache_folder() -> Path:
+    """The user's cache folder, made if there is none.
+
+    Raises:
+        OSError: If it cannot be made, or others may write to it: what lies there gets loaded and run.
+    """
+    home, base = os.environ.get("QGNN_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    folder = Path(home) if home else Path(base or "~/.cache") / "qgnn"
+    try:
+        folder = folder.expanduser().absolute()
+    except RuntimeError as error:
+        raise FileNotFoundError("the user has no home folder") from error
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state = folder.stat()
+    if state.st_uid != os.getuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"others than this user can write to {folder}")
+    return folder
+
+
+def _temporary_folder() -> Path:
+    folder, owner = Path(tempfile.mkdtemp(prefix="qgnn-")), os.getpid()
+    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
+    return folder
+
+
+def _cached(folder: Path, key: str) -> Path | None:
+    """The library of that key whose content is what its name says."""
+    for path in folder.glob(f"kernels-{key}-*.so"):
+        if path.stem.rpartition("-")[2] == _digest(path.read_bytes()):
+            return path
+    return None
+
+
+def compile_library(command: list[str], flags: tuple[str, ...], out: Path) -> None:
+    """Compile all sources into the shared library ``out``.
+
+    Raises:
+        CompilerError: If the compiler fails.
+        BuildError: If it does not run, or does not end.
+    """
+    sources = [str(path) for path in sorted(SOURCES.glob("*.c"))]
+    call = [*command, *FLAGS, *flags, "-o", str(out), *sources, "-lm"]
+    try:
+        result = subprocess.run(
+            call, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"the C compiler did not run to its end: {error}") from error
+    if result.returncode != 0:
+        reason = result.stderr.strip()[-2000:] or f"exit status {result.returncode}"
+        raise CompilerError(f"{shlex.join(command)} failed: {reason}\nThe command was: {shlex.join(call)}")
+
+
+def _compiled() -> bytes:
+    """The library, made with the first variant of flags that works."""
+    command = compiler()
+    with tempfile.TemporaryDirectory(prefix="qgnn-build-") as scratch:
+        out = Path(scratch, "kernels.so")
+        for flags in VARIANTS[:-1]:
+            with contextlib.suppress(CompilerError):
+                compile_library(command, flags, out)
+                return out.read_bytes()
+        compile_library(command, VARIANTS[-1], out)  # the plainest: if this fails too, its message is the one to read
+        return out.read_bytes()
+
+
+def _install(library: bytes, folder: Path, key: str) -> Path:
+    """Put a library into a folder, whole or not at all."""
+    handle, name = tempfile.mkstemp(prefix=".building-", dir=folder)
+    partial, finished = Path(name), folder / f"kernels-{key}-{_digest(library)}.so"
+    try:
+        with open(handle, "wb") as file:
+            file.write(library)
+        partial.replace(finished)
+    finally:
+        partial.unlink(missing_ok=True)
+    return finished
+
+
+def load() -> ctypes.CDLL:
+    """The library, compiled if there is none for these sources, flags, compiler and CPU yet.
+
+    Raises:
+        BuildError: If it cannot be compiled or loaded.
+    """
+    if os.name != "posix":
+        raise BuildError(f"the native kernels are not built on this system ({platform.system()})")
+    library: bytes | None = None
+    failures = []
+    for find_folder in (_cache_folder, _temporary_folder):
+        try:
+            folder, key = find_folder(), _key()
+            path = _cached(folder, key)
+            if path is None:
+                library = _compiled() if library is None else library
+                path = _install(library, folder, key)
+            return ctypes.CDLL(str(path))
+        except OSError as error:  # no such folder, not writable, full, or mounted without the right to execute
+            failures.append(str(error))
+    raise BuildError(f"the native kernels cannot be kept or loaded: {'; '.join(failures)}")

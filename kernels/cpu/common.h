@@ -1,0 +1,146 @@
+/* What the native kernels share: exports, index types, the split of rows over threads, and the rounding rule.
+ *
+ * Every exported function returns nothing, takes pointers, int64_t and float only, and ends with the number of threads:
+ * library.py passes arguments by these rules. The rounding rule and its random bits are those of qgnn/formats.py and
+ * qgnn/rng.py, bit for bit; the file must be compiled without contraction and without -ffast-math.
+ */
+#ifndef QGNN_COMMON_H
+#define QGNN_COMMON_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* ---- indices: int32 or int64, decided once by the caller so that loops see a constant ---- */
+
+INLINE int64_t load_index(const void *index, int64_t i, const int wide) {
+    return wide ? ((const int64_t *)index)[i] : ((const int32_t *)index)[i];
+}
+
+/* ---- threads ---- */
+
+enum { WORK_PER_THREAD = 1 << 14, PARTS_PER_THREAD = 16 };
+
+/* Threads worth waking for so many elements. */
+INLINE int64_t useful_threads(int64_t elements, int64_t threads) {
+    return max_i64(1, min_i64(threads, elements / WORK_PER_THREAD));
+}
+
+/* Parts to split N rows into: several a thread, so that an uneven one does not hold up the others. */
+INLINE int64_t num_parts(int64_t N, int64_t threads) {
+    return threads == 1 ? 1 : max_i64(1, min_i64(N, threads * PARTS_PER_THREAD));
+}
+
+/* First row of a part of a CSR graph, such that rows + edges of all parts are about equal. */
+INLINE int64_t part_of_rows(const void *indptr, int64_t N, int64_t part, int64_t parts, const int wide) {
+    if (part >= parts) return N;
+    const int64_t goal = (int64_t)((double)(load_index(indptr, N, wide) + N) * (double)part / (double)parts);
+    int64_t low = 0, high = N;
+    while (low < high) {
+        const int64_t middle = low + (high - low) / 2;
+        if (load_index(indptr, middle, wide) + middle < goal) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+/* ---- random bits ---- */
+
+enum { ROUND_BLOCK = 512 }; /* columns that are rounded at a time */
+
+/* 16 random bits a column: a hash serves the even column with its low half and the odd one with its high half. */
+typedef union {
+    uint32_t pair[ROUND_BLOCK / 2 + 1];
+    uint16_t column[ROUND_BLOCK + 2];
+} random_bits;
+
+/* Column pairs of a row of F columns: half the next power of two. */
+INLINE int64_t pairs_per_row(int64_t F) {
+    int64_t pairs = 1;
+    while (2 * pairs < F) pairs *= 2;
+    return pairs;
+}
+
+/* Hashes of `count` counters from `first` on, all of one row. */
+INLINE void hash_pairs(uint32_t *bits, uint64_t first, int64_t count, uint64_t seed) {
+    const uint32_t low = (uint32_t)first, high = (uint32_t)(first >> 32);
+    const uint32_t k0 = (uint32_t)seed + high * 0x9E3779B9u, k1 = (uint32_t)(seed >> 32) ^ (high * 0x85EBCA6Bu);
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t h = (low + (uint32_t)i) * 0x9E3779B9u + k0;
+        h = (h ^ (h >> 16)) * 0x7FEB352Du;
+        h = (h ^ (h >> 15) ^ k1) * 0x846CA68Bu;
+        bits[i] = h ^ (h >> 16);
+    }
+}
+
+/* ---- the rounding rule ---- */
+
+typedef struct {
+    uint64_t seed;
+    int stochastic; /* 0: to nearest */
+    float qmax;
+} rounding;
+
+INLINE rounding make_rounding(const int64_t *seed, int64_t stream_key, int64_t qmax) {
+    return (rounding){seed ? (uint64_t)*seed ^ (uint64_t)stream_key : 0, seed != 0, (float)qmax};
+}
+
+/* max|x| as the bits of a float, which order like the values; a NaN is above infinity. */
+INLINE uint32_t absmax_bits(const float *x, int64_t n) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, 4);
+        bits &= 0x7FFFFFFFu;
+        largest = bits > largest ? bits : largest;
+    }
+    return largest;
+}
+
+/* Scale of a group; `steps` becomes the inverse scale times 65536, or 0 if every code of the group is 0. */
+INLINE float absmax_scale(uint32_t largest, float qmax, float *steps) {
+    float absmax;
+    memcpy(&absmax, &largest, 4);
+    *steps = 0.0f;
+    if (largest >= 0x7F800000u) return NAN;
+    if (!(absmax > 1e-30f)) return 0.0f;
+    *steps = (float)(qmax * (1 - 0x1p-22)) / absmax * 65536.0f;
+    return absmax * (float)(1.0 / qmax);
+}
+
+/* Codes of columns first .. first + n of the row `row`, which has pairs_per_row(F) = `pairs`. */
+INLINE void round_columns(
+    int8_t *codes, const float *x, int64_t row, int64_t first, int64_t n, int64_t pairs, float steps, rounding rule
+) {
+    if (steps == 0.0f) {
+        memset(codes, 0, (size_t)n);
+        return;
+    }
+    random_bits bits;
+    if (!rule.stochastic) {
+        for (int64_t i = 0; i < n; i++) codes[i] = (int8_t)(((int32_t)(x[i] * steps) + (1 << 15)) >> 16);
+        return;
+    }
+    for (int64_t start = 0; start < n; start += ROUND_BLOCK) {
+        const int64_t count = min_i64(ROUND_BLOCK, n - start), column = first + start, odd = column & 1;
+        hash_pairs(bits.pair, (uint64_t)(row * pairs + (column >> 1)), (odd + count + 1) / 2, rule.seed);
+        for (int64_t i = 0; i < count; i++) /* read as part of the union: a pointer to `column` may not see `pair` */
+            codes[start + i] = (int8_t)(((int32_t)(x[start + i] * steps) + (int32_t)bits.column[odd + i]) >> 16);
+    }
+}
+
+/* Codes of a whole row, which gets one scale. */
+INLINE float quantize_row(int8_t *codes, const float *x, int64_t row, int64_t F, int64_t pairs, rounding rule) {
+    float steps;
+    const float scale = absmax_scale(absmax_bits(x, F), rule.qmax, &steps);
+    round_columns(codes, x, row, 0, F, pairs, steps, rule);
+    return scale;
+}
+
+#endif

@@ -1,0 +1,117 @@
+"""The compiled library: loading it, and calling its functions with tensors."""
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from qgnn.kernels.cpu import build
+from torch import Tensor
+
+_STREAM_STEP = 0x5BF0363585EBCA6B
+
+_HUGE_PAGE, _HUGE_BYTES, _MADV_HUGEPAGE = 1 << 21, 1 << 23, 14
+_madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
+
+_lock = threading.Lock()
+_library: ctypes.CDLL | None = None
+_failure: str | None = None
+_functions: dict[str, "ctypes._NamedFuncPointer"] = {}
+_is_forked = False
+
+
+def _after_fork_in_child() -> None:
+    """OpenMP's threads do not survive a fork, and waiting for them would never end: a child works alone."""
+    global _lock, _is_forked
+    _lock = threading.Lock()
+    _is_forked = True
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _share_openmp() -> None:
+    """Let the library use the OpenMP runtime that torch has loaded: two pools of threads would fight for the cores."""
+    for path in build.loaded_libraries("libgomp", "libiomp", "libomp"):
+        with contextlib.suppress(OSError):  # the file may have been replaced since it was loaded
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+def _load() -> ctypes.CDLL:
+    global _library, _failure
+    with _lock:
+        if _library is None and _failure is None:
+            _share_openmp()
+            try:
+                _library = build.load()
+            except build.BuildError as error:
+                _failure = str(error)
+    if _library is None:
+        raise build.BuildError(_failure)
+    return _library
+
+
+def unavailable() -> str | None:
+    """Why the native kernels cannot be used here, or ``None``. The first call compiles them."""
+    if _library is None:
+        try:
+            _load()
+        except build.BuildError as error:
+            return str(error)
+    return None
+
+
+def path() -> Path:
+    """Where the loaded library is."""
+    return Path(_load()._name)
+
+
+def num_threads() -> int:
+    """Threads of a call: torch's setting, and one in a forked process."""
+    return 1 if _is_forked else torch.get_num_threads()
+
+
+def _argument(value: Tensor | float | None) -> object:
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if value is None:
+        return None
+    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value)
+
+
+def launch(name: str, *args: Tensor | float | None) -> None:
+    """Call an exported function: tensors become pointers, ``None`` a null pointer, integers int64, floats float; the
+    number of threads is appended."""
+    function = _functions.get(name)
+    if function is None:
+        function = getattr(_load(), name)
+        function.restype = None
+        _functions[name] = function
+    function(*[_argument(value) for value in args], ctypes.c_int64(num_threads()))
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """``torch.empty`` on huge pages where the system gives them on request: the first write to a large result costs
+    more in page faults than in bytes."""
+    x = torch.empty(shape, dtype=dtype)
+    if x.nbytes >= _HUGE_BYTES and _madvise is not None:
+        first = -(-x.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+        last = (x.data_ptr() + x.nbytes) // _HUGE_PAGE * _HUGE_PAGE
+        _madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_HUGEPAGE)  # advice: may be declined
+    return x
+
+
+def stream_key(stream: int) -> int:
+    """What is XORed into a seed to get its independent stream number ``stream``, as a signed 64-bit integer."""
+    key = (stream * _STREAM_STEP) & ((1 << 64) - 1)
+    return key - (1 << 64) if key >> 63 else key
+
+
+def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` [N, F] in ``dtype`` with unit column stride and rows apart by ``x.stride(0)``; a copy only if need be."""
+    x = x.detach().to(dtype)
+    return x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()

@@ -1,0 +1,11 @@
+"""The stateless API: quantized products and aggregations as plain functions of tensors.
+
+Each takes ``config`` (``None``: full precision) and ``seed`` (an int or an int64 tensor; ``None`` draws one from
+torch's generator). Edges run from ``edge_index[0]`` (source) to ``edge_index[1]`` (target); ``graph`` may be a
+:class:`qgnn.Graph` or whatever PyG takes as edges.
+"""
+
+from qgnn.functional.dense import dequantize, linear, quantize
+from qgnn.functional.sparse import graph_linear, spmm
+
+__all__ = ["dequantize", "graph_linear", "linear", "quantize", "spmm"]

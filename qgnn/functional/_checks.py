@@ -1,0 +1,104 @@
+"""Checks of arguments, and operands as the operators take them; ``owner`` is the function that an error names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgnn.config import QConfig
+from qgnn.graph import Graph, as_graph
+from qgnn.qtensor import QTensor
+from qgnn.rng import make_seed
+
+
+def draw_seed(config: QConfig, seed: int | Tensor | None, x: Tensor) -> Tensor | None:
+    """The seed of a call, or ``None`` to round to nearest."""
+    return make_seed(seed, x.device) if config.stochastic else None
+
+
+def keeps_codes(config: QConfig, weight: Tensor) -> bool:
+    """Whether int8 codes of the operand are what is kept for the gradient of ``weight``."""
+    return config.save == "int8" and weight.requires_grad and torch.is_grad_enabled()
+
+
+def structure(graph: Graph, *operands: Tensor | None) -> tuple[Tensor, ...]:
+    """The graph's index tensors; the transposed ones only where a backward pass will need them."""
+    csr = (graph.csr.indptr, graph.csr.index)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
+        return (*csr, graph.csc.indptr, graph.csc.index, graph.csc.order)
+    return (*csr, *csr, graph.csr.order)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type that sums are made in, and that weights have."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def graph_of(owner: str, graph: Any, x: Tensor | QTensor) -> Graph:
+    """The graph of the edges in ``graph``, checked to have a source for each row of ``x``."""
+    num_rows = x.shape[0]
+    if isinstance(graph, Graph):
+        if graph.num_sources != num_rows:
+            raise ValueError(
+                f"'{owner}' expects 'x' with one row for each of the graph's {graph.num_sources} source nodes "
+                f"(got {num_rows})"
+            )
+    else:
+        graph = as_graph(graph, num_rows)
+    check_device(owner, "x", x.codes if isinstance(x, QTensor) else x, graph.device)
+    return graph
+
+
+def codes_or_rows(owner: str, x: Tensor | QTensor) -> tuple[Tensor, Tensor | None]:
+    """``(x, None)``, or codes and scale ``[N]`` or ``[1]`` of an input that is quantized already."""
+    if isinstance(x, Tensor):
+        return x, None
+    if x.zero is not None or x.codes.dtype != torch.int8:
+        raise ValueError(f"'{owner}' expects symmetric int8 codes (got {x!r}); quantize with 'qgnn.QConfig()'")
+    per_row, per_tensor = (*x.shape[:-1], 1), (1,) * len(x.shape)
+    if x.block_size is not None or tuple(x.scale.shape) not in (per_row, per_tensor):
+        raise ValueError(f"'{owner}' expects one scale a row or one a tensor (got scales {list(x.scale.shape)})")
+    return x.codes, x.scale.reshape(-1)
+
+
+def check_float(owner: str, name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"'{owner}' expects '{name}' to be a tensor (got {type(x).__name__})")
+    if not x.is_floating_point():
+        raise TypeError(f"'{owner}' expects '{name}' in a floating-point type (got {x.dtype}); use '{name}.float()'")
+    if x.dtype == torch.float64 and x.is_cuda:
+        raise TypeError(f"'{owner}' expects '{name}' in at most 32 bits on a GPU (got {x.dtype}); use '{name}.float()'")
+    if x.layout != torch.strided:
+        raise TypeError(f"'{owner}' expects '{name}' to be dense (got layout {x.layout}); use '{name}.to_dense()'")
+
+
+def check_matrix(owner: str, name: str, x: Tensor | QTensor) -> None:
+    if len(x.shape) != 2:
+        raise ValueError(f"'{owner}' expects '{name}' with two dimensions [N, F] (got {list(x.shape)})")
+
+
+def check_product(owner: str, x: Tensor | QTensor, weight: Tensor, bias: Tensor | None) -> None:
+    if not isinstance(x, QTensor):
+        check_float(owner, "x", x)
+    check_float(owner, "weight", weight)
+    check_matrix(owner, "weight", weight)
+    if x.shape[-1:] != weight.shape[1:]:
+        raise ValueError(
+            f"'{owner}' expects 'x' with {weight.shape[-1]} columns, as 'weight' {list(weight.shape)} has "
+            f"(got {list(x.shape)})"
+        )
+    if bias is not None and bias.shape != (weight.shape[0],):
+        raise ValueError(f"'{owner}' expects 'bias' of shape [{weight.shape[0]}] (got {list(bias.shape)})")
+    device = x.codes.device if isinstance(x, QTensor) else x.device
+    check_device(owner, "weight", weight, device)
+    if bias is not None:
+        check_device(owner, "bias", bias, device)
+
+
+def check_device(owner: str, name: str, t: Tensor, device: torch.device) -> None:
+    if t.device != device:
+        raise ValueError(
+            f"'{owner}' expects '{name}' on {device} (got {t.device}); move it with '.to({str(device)!r})'"
+        )

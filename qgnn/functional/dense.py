@@ -1,0 +1,118 @@
+"""Quantization and the dense product."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from qgnn import ops, trace
+from qgnn.config import QConfig, check_config, check_product_config
+from qgnn.formats import Int
+from qgnn.functional._checks import check_float, check_product, codes_or_rows, draw_seed, keeps_codes
+from qgnn.qtensor import QTensor
+
+
+def quantize(x: Tensor, fmt_or_config: QConfig | Int | None = None, *, seed: int | Tensor | None = None) -> QTensor:
+    """Quantize a tensor to integer codes.
+
+    A :class:`qgnn.QConfig` uses the fused kernels, with its granularity and rounding; a format of :mod:`qgnn.formats`
+    encodes along the last dimension, and rounds at random only if a ``seed`` is given. Constant input features can be
+    quantized once and passed to layers in place of ``x``.
+
+    Args:
+        x: Values.
+        fmt_or_config: ``None`` means ``QConfig()``: int8, a scale a row, stochastic rounding.
+        seed: Seed of stochastic rounding.
+
+    Shapes:
+        - **input:** ``[..., F]``
+        - **output:** codes ``[..., F]``, scale ``[..., 1]`` (row), ``[1, ..., 1]`` (tensor) or
+          ``[..., ceil(F / block_size)]`` (block)
+
+    Raises:
+        TypeError: If ``x`` is not floating point, or ``fmt_or_config`` is neither a config nor a format.
+
+    Example:
+        >>> q = qgnn.functional.quantize(torch.randn(5, 16), qgnn.QConfig(bits=4))
+        >>> (q.dequantize() - x).abs().max() <= q.scale.max()
+    """
+    check_float("quantize", "x", x)
+    if isinstance(fmt_or_config, Int):
+        return fmt_or_config.encode(x, seed=seed)
+    config = QConfig() if fmt_or_config is None else fmt_or_config
+    check_config(config, "quantize")
+    if x.dim() == 0:
+        raise ValueError("'quantize' expects 'x' with at least one dimension (got a scalar)")
+    rows = x.detach().reshape(-1, x.shape[-1]) if x.numel() else x.new_empty((x.shape[:-1].numel(), x.shape[-1]))
+    codes, scale = ops.quantize(rows, draw_seed(config, seed, x), config.bits, config.granularity, config.block_size)
+    per_block = config.granularity == "block"
+    leading = (1,) * (x.dim() - 1) if config.granularity == "tensor" else x.shape[:-1]
+    return QTensor(
+        codes=codes.view(x.shape),
+        scale=scale.view(*leading, scale.shape[-1] if per_block else 1),
+        block_size=config.block_size if per_block else None,
+        dtype=x.dtype,
+    )
+
+
+def dequantize(q: QTensor) -> Tensor:
+    """The values that the codes of ``q`` stand for."""
+    if not isinstance(q, QTensor):
+        raise TypeError(f"'dequantize' expects a QTensor (got {type(q).__name__})")
+    return q.dequantize()
+
+
+def linear(
+    x: Tensor | QTensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    config: QConfig | None = None,
+    seed: int | Tensor | None = None,
+) -> Tensor:
+    r"""Dense product :math:`y = x W^{\top} + b`, forward and backward on integer operands.
+
+    Activations and gradients get a scale a row (or one a tensor), weights one a column of the product. With stochastic
+    rounding ``y`` and the gradients are unbiased. After `"Tango: Rethinking Quantization for Graph Neural Network
+    Training on GPUs" <https://arxiv.org/abs/2308.00890>`_.
+
+    Args:
+        x: Input rows; a :class:`qgnn.QTensor` of row or tensor granularity is used as it is.
+        weight: As in :class:`torch.nn.Linear`.
+        bias: Added in fp32.
+        config: How to quantize; ``None`` is :func:`torch.nn.functional.linear`.
+        seed: Seed of stochastic rounding.
+
+    Shapes:
+        - **input:** ``x [..., K]``, ``weight [M, K]``, ``bias [M]``
+        - **output:** ``[..., M]``, of ``x``'s type (of ``weight``'s, if ``x`` is a QTensor)
+
+    Raises:
+        ValueError: If the widths disagree.
+
+    Example:
+        >>> y = qgnn.functional.linear(torch.randn(9, 16), torch.randn(4, 16), config=qgnn.QConfig())
+    """
+    check_product_config(config, "linear")
+    check_product("linear", x, weight, bias)
+    if config is None:
+        value = x.dequantize().to(weight.dtype) if isinstance(x, QTensor) else x
+        y = torch.nn.functional.linear(value, weight, bias)
+        if not torch.compiler.is_compiling() and trace.recording():
+            trace.report("matmul.forward", str(y.dtype).removeprefix("torch."), "torch", (value, weight, bias, y))
+        return y
+    codes_or_x, scale = codes_or_rows("linear", x)
+    rows = codes_or_x.reshape(prod(codes_or_x.shape[:-1]), codes_or_x.shape[-1])
+    y, _, _ = ops.matmul(
+        rows,
+        scale,
+        weight,
+        bias,
+        draw_seed(config, seed, rows),
+        config.bits,
+        config.granularity,
+        keeps_codes(config, weight),
+    )
+    return y.view(*codes_or_x.shape[:-1], weight.shape[0])

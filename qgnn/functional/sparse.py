@@ -1,0 +1,222 @@
+"""Sums over neighbors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgnn import ops
+from qgnn.config import QConfig, check_product_config
+from qgnn.functional._checks import (
+    check_device,
+    check_float,
+    check_matrix,
+    check_product,
+    codes_or_rows,
+    compute_dtype,
+    draw_seed,
+    graph_of,
+    keeps_codes,
+    structure,
+)
+from qgnn.functional.dense import linear
+from qgnn.graph import Graph, check_edge_weight
+from qgnn.qtensor import QTensor
+
+_SUMS = ("sum", "mean")
+_EXTREMA = ("max", "min")
+
+
+def spmm(
+    graph: Any,
+    x: Tensor | QTensor,
+    edge_weight: Tensor | None = None,
+    reduce: str = "sum",
+    *,
+    config: QConfig | None = None,
+    seed: int | Tensor | None = None,
+) -> Tensor:
+    r"""Neighbor aggregation :math:`y_i = \sum_{j \to i} w_{ji} x_j`, or the mean, maximum or minimum of the same terms.
+
+    Rows of ``x`` are rounded to codes before they are gathered, and so are the rows of a sum's gradient, with a scale
+    of their own; sums are fp32. Maximum and minimum are taken element by element; the gradient of each goes, unrounded,
+    to the one term that it came from, the first of equal ones. A node without incoming edges gets 0. ``edge_weight``
+    may need a gradient.
+
+    Args:
+        graph: Edges; an ``edge_index`` is sorted once and remembered.
+        x: One row a source node. A :class:`qgnn.QTensor` of row or tensor granularity is used as it is, with or without
+            ``config``, and gets no gradient: so constant features are quantized once.
+        edge_weight: One weight an edge, in the order of the given edges.
+        reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
+        config: How to quantize; ``None`` keeps ``x``'s type, through the same kernels.
+        seed: Seed of stochastic rounding.
+
+    Shapes:
+        - **input:** ``x [S, F]``, ``edge_weight [E]`` or ``[E, 1]``
+        - **output:** ``[T, F]``, of ``x``'s type (of the type that was quantized, if ``x`` is a QTensor)
+
+    Raises:
+        ValueError: If ``x`` has not one row a source node, or ``reduce`` is unknown.
+
+    Example:
+        >>> edge_index = torch.tensor([[0, 1, 2], [1, 2, 2]])
+        >>> y = qgnn.functional.spmm(edge_index, torch.randn(3, 8), reduce="mean", config=qgnn.QConfig())
+    """
+    check_product_config(config, "spmm")
+    if not isinstance(x, QTensor):
+        check_float("spmm", "x", x)
+    check_matrix("spmm", "x", x)
+    graph = graph_of("spmm", graph, x)
+    if reduce in _EXTREMA:
+        return _extremum(graph, x, edge_weight, reduce == "max", config, seed)
+    return _aggregate(graph, x, edge_weight, reduce, None, config, seed, _SUMS + _EXTREMA)
+
+
+def graph_linear(
+    graph: Any,
+    x: Tensor | QTensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    edge_weight: Tensor | None = None,
+    reduce: str = "sum",
+    *,
+    config: QConfig | None = None,
+    seed: int | Tensor | None = None,
+) -> Tensor:
+    r"""Dense product, then aggregation: :math:`y_i = \sum_{j \to i} w_{ji} W x_j + b`.
+
+    :func:`linear` followed by :func:`spmm` in one operator, so that the rows between the two stay int8, forward and
+    backward. This is the body of a GCN layer.
+
+    Args:
+        graph: Edges, as in :func:`spmm`.
+        x: One row a source node, or a :class:`qgnn.QTensor` of them.
+        weight: As in :class:`torch.nn.Linear`.
+        bias: Added after the aggregation.
+        edge_weight: One weight an edge; may need a gradient.
+        reduce: ``"sum"`` or ``"mean"``.
+        config: How to quantize; ``None`` is full precision.
+        seed: Seed of stochastic rounding.
+
+    Shapes:
+        - **input:** ``x [S, K]``, ``weight [M, K]``, ``bias [M]``, ``edge_weight [E]``
+        - **output:** ``[T, M]``, of ``x``'s type (of ``weight``'s, if ``x`` is a QTensor)
+
+    Raises:
+        ValueError: If sizes disagree or ``reduce`` is unknown.
+    """
+    check_product_config(config, "graph_linear")
+    check_product("graph_linear", x, weight, bias)
+    check_matrix("graph_linear", "x", x)
+    graph = graph_of("graph_linear", graph, x)
+    if config is None:
+        return _aggregate(graph, linear(x, weight), edge_weight, reduce, bias, None, None)
+    codes_or_x, scale = codes_or_rows("graph_linear", x)
+    csr_weight, csc_weight = _edge_weights("graph_linear", graph, edge_weight, weight.dtype)
+    learns_weight = csr_weight is not None and csr_weight.requires_grad and torch.is_grad_enabled()
+    out, *_ = ops.graph_linear(
+        codes_or_x,
+        scale,
+        weight,
+        bias,
+        csr_weight,
+        csc_weight,
+        _row_factor("graph_linear", graph, reduce, weight.dtype),
+        *structure(graph, codes_or_x, weight, csr_weight),
+        draw_seed(config, seed, codes_or_x),
+        config.bits,
+        config.granularity,
+        keeps_codes(config, weight),
+        learns_weight,
+    )
+    return out
+
+
+def _aggregate(
+    graph: Graph,
+    x: Tensor | QTensor,
+    edge_weight: Tensor | None,
+    reduce: str,
+    bias: Tensor | None,
+    config: QConfig | None,
+    seed: int | Tensor | None,
+    reduces: tuple[str, ...] = _SUMS,
+) -> Tensor:
+    rows, scale = codes_or_rows("spmm", x)
+    csr_weight, csc_weight = _edge_weights("spmm", graph, edge_weight, x.dtype)
+    out, _, _ = ops.spmm(
+        rows,
+        scale,
+        csr_weight,
+        csc_weight,
+        _row_factor("spmm", graph, reduce, x.dtype, reduces),
+        bias,
+        *structure(graph, rows, csr_weight),
+        *_rounding(config, seed, rows),
+        _keeps_rows(config, csr_weight),
+    )
+    return out.to(x.dtype)
+
+
+def _extremum(
+    graph: Graph,
+    x: Tensor | QTensor,
+    edge_weight: Tensor | None,
+    largest: bool,
+    config: QConfig | None,
+    seed: int | Tensor | None,
+) -> Tensor:
+    rows, scale = codes_or_rows("spmm", x)
+    csr_weight, _ = _edge_weights("spmm", graph, edge_weight, x.dtype)
+    out, *_ = ops.spmm_extremum(
+        rows,
+        scale,
+        csr_weight,
+        graph.csr.indptr,
+        graph.csr.index,
+        *_rounding(config, seed, rows),
+        largest,
+        _keeps_rows(config, csr_weight),
+    )
+    return out.to(x.dtype)
+
+
+def _rounding(config: QConfig | None, seed: int | Tensor | None, x: Tensor) -> tuple[Tensor | None, int, str]:
+    """Seed, bits (0: full precision) and granularity."""
+    if config is None:
+        return None, 0, "row"
+    return draw_seed(config, seed, x), config.bits, config.granularity
+
+
+def _keeps_rows(config: QConfig | None, weight: Tensor | None) -> bool:
+    """Whether the codes of the rows are what is kept for the gradient of the edge weights."""
+    return config is not None and weight is not None and keeps_codes(config, weight)
+
+
+def _edge_weights(
+    owner: str, graph: Graph, edge_weight: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """Weights in CSR order, and in CSC order too if they are constants of the graph."""
+    dtype = compute_dtype(dtype)
+    if edge_weight is None:
+        if graph.weight is None:
+            return None, None
+        csc_weight = graph.weight_t if torch.is_grad_enabled() and not graph.weight.requires_grad else None
+        return graph.weight.to(dtype), None if csc_weight is None else csc_weight.to(dtype)
+    if graph.weight is not None:
+        raise ValueError(f"'{owner}' got 'edge_weight' and a graph that has weights; give one of them")
+    check_device(owner, "edge_weight", edge_weight, graph.device)
+    return graph.to_csr_order(check_edge_weight(edge_weight, graph.num_edges)).to(dtype), None
+
+
+def _row_factor(
+    owner: str, graph: Graph, reduce: str, dtype: torch.dtype, reduces: tuple[str, ...] = _SUMS
+) -> Tensor | None:
+    if reduce not in _SUMS:
+        raise ValueError(f"'{owner}' expects 'reduce' to be one of {reduces} (got {reduce!r})")
+    if reduce == "sum":
+        return None
+    return graph.in_degree.clamp_min(1).to(dtype).reciprocal() if dtype == torch.float64 else graph.mean_factor

@@ -1,0 +1,47 @@
+"""Every primitive as one plain PyTorch function.
+
+These functions define what the primitives compute: kernels are compared with them, bit for bit where a result is an
+integer or a rounded code. They are also the path of machines without a GPU, so they walk over large inputs in chunks
+that stay in cache, but contain no other trick. None of them carries gradients: ``qgnn.ops`` adds those.
+
+Quantized pairs obey ``x = x_q * x_scale``. A seed is an int64 tensor of shape ``[1]``; ``None`` rounds to nearest.
+"""
+
+from qgnn.reference.blocks import blocks_pack, blocks_unpack
+from qgnn.reference.dense import matmul, matmul_dw, matmul_requantize, quantize
+from qgnn.reference.edges import (
+    attention_scores,
+    attention_scores_backward,
+    sddmm,
+    softmax,
+    softmax_backward,
+)
+from qgnn.reference.sparse import (
+    spmm,
+    spmm_extremum,
+    spmm_extremum_dweight,
+    spmm_extremum_dx,
+    spmm_requantize,
+)
+
+NAME = "torch"
+
+__all__ = [
+    "NAME",
+    "attention_scores",
+    "attention_scores_backward",
+    "blocks_pack",
+    "blocks_unpack",
+    "matmul",
+    "matmul_dw",
+    "matmul_requantize",
+    "quantize",
+    "sddmm",
+    "softmax",
+    "softmax_backward",
+    "spmm",
+    "spmm_extremum",
+    "spmm_extremum_dweight",
+    "spmm_extremum_dx",
+    "spmm_requantize",
+]

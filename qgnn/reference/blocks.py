@@ -1,0 +1,129 @@
+"""Block-wise packed storage: codes of 1, 2, 4 or 8 bits with one offset and one step a block of consecutive values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qgnn.formats import absmax_scale
+from qgnn.reference._common import row_chunks, stream_seed
+from qgnn.rng import random_bits16
+
+_NEAREST = 1 << 15
+
+
+def _round_down(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest numbers of ``dtype`` (16 bits) that are not above ``value`` (fp32), as fp32."""
+    rounded = value.to(dtype)
+    bits = rounded.view(torch.int16)
+    below = torch.where(bits < 0, bits + 1, bits - 1).view(dtype)  # sign and magnitude: negative ones grow downward
+    return torch.where(rounded.float() > value, below, rounded).float()
+
+
+def _block_scale(low: Tensor, high: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """``(low, step, inverse)`` of blocks with these extrema; the first two are numbers of ``dtype``, held in fp32.
+
+    Offsets are rounded down and steps up, before anything is coded: codes 0 to 2**bits - 1 then span the block whatever
+    the rounding. Rounded to nearest, the ends of the block could fall outside, and clamping them would bias them.
+    """
+    if dtype == torch.float32:
+        step, inverse = absmax_scale(high - low, bits + 1)
+    else:
+        low = _round_down(low, dtype)
+        step = -_round_down(-absmax_scale(high - low, bits + 1)[0], dtype)
+        _, inverse = absmax_scale(step * ((1 << bits) - 1), bits + 1)  # an exact product: at most 11 + 8 bits
+    broken = ~torch.isfinite(step)
+    low = low + 0.0  # -0 becomes 0
+    return low.masked_fill(broken, float("nan")), step.masked_fill(broken, float("nan")), inverse
+
+
+def blocks_pack(
+    x: Tensor,
+    *,
+    bits: int,
+    block_size: int,
+    metadata_dtype: torch.dtype = torch.float32,
+    seed: Tensor | None = None,
+    stream: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of the values of ``x``, in row-major order, packed into bytes block by block.
+
+    Code ``c`` of a block stands for ``low + c * step``: ``low`` is the smallest value of the block and
+    ``step = (largest - low) / (2**bits - 1)``, both rounded outward to ``metadata_dtype`` before the values are coded.
+    Codes follow the rule of :mod:`qgnn.formats` with the random bits of element ``(block, position in the block)``.
+
+    A block is ``block_size * bits / 8`` bytes. Byte ``k`` holds the codes of the values ``k``, ``k + r``, ``k + 2 r``,
+    ..., the first one in its lowest bits, where ``r`` is the number of bytes of a block. The last block may be filled
+    only in part: positions past the end have code 0 and count for nothing else. Blocks do not depend on each other, so
+    rows that are a whole number of blocks can be unpacked one by one.
+
+    A block that holds a value that is not finite, or whose offset or step would exceed ``metadata_dtype``, has codes 0,
+    and NaN as offset and step. If no value lies more than 1e-30 above ``low``, ``step`` is 0 and all decode to ``low``.
+
+    Args:
+        x: Values of any floating type, converted to fp32 first.
+        bits: Width of a code: 1, 2, 4 or 8.
+        block_size: Values of a block, a multiple of ``8 / bits``.
+        metadata_dtype: Type of offsets and steps: fp32, bf16 or fp16.
+        seed: Seed of the stochastic rounding, or ``None`` to round to nearest.
+        stream: Number of the seed's stream.
+
+    Shapes:
+        - **input:** any, ``n`` values
+        - **output:** packed uint8 ``[B, block_size * bits / 8]``, low and step ``[B]``, ``B = ceil(n / block_size)``
+    """
+    values = x.detach().reshape(-1)
+    num_blocks = -(-values.numel() // block_size)
+    seed = stream_seed(seed, stream)
+    packed = torch.empty((num_blocks, block_size * bits // 8), dtype=torch.uint8, device=x.device)
+    low = torch.empty(num_blocks, dtype=metadata_dtype, device=x.device)
+    step = torch.empty_like(low)
+    for blocks in row_chunks(num_blocks, block_size):
+        chunk = values[blocks.start * block_size : blocks.stop * block_size].float()
+        missing = (blocks.stop - blocks.start) * block_size - chunk.numel()
+        rows = torch.cat([chunk, chunk[-1:].expand(missing)]).view(-1, block_size)
+        minimum, maximum = rows.aminmax(dim=1)
+        low_rows, step_rows, inverse = _block_scale(minimum, maximum, bits, metadata_dtype)
+        low[blocks], step[blocks] = low_rows, step_rows
+        bits16 = None if seed is None else random_bits16(blocks.start, rows.shape[0], block_size, seed)
+        codes = _block_codes(rows - low_rows[:, None], inverse[:, None], bits16)
+        codes.view(-1)[chunk.numel() :] = 0
+        packed[blocks] = _fold(codes, bits)
+    return packed, low, step
+
+
+def _block_codes(above_low: Tensor, inverse: Tensor, bits16: Tensor | None) -> Tensor:
+    """uint8 codes of values that are not negative; 0 where ``inverse`` is."""
+    steps = (above_low * (inverse * 65536.0)).to(torch.int32)
+    steps += _NEAREST if bits16 is None else bits16
+    return steps.bitwise_right_shift_(16).masked_fill_(inverse == 0, 0).to(torch.uint8)
+
+
+def _fold(codes: Tensor, bits: int) -> Tensor:
+    """Codes ``[B, G]`` to bytes ``[B, G * bits / 8]``."""
+    parts = codes.view(codes.shape[0], 8 // bits, -1)
+    folded = parts[:, 0]
+    for number in range(1, 8 // bits):
+        folded = folded | (parts[:, number] << (bits * number))
+    return folded
+
+
+def blocks_unpack(
+    packed: Tensor, low: Tensor, step: Tensor, *, bits: int, size: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The values that packed codes stand for: ``low + step * code`` in fp32, rounded twice, then converted.
+
+    Shapes:
+        - **input:** as :func:`blocks_pack` returns them, or a range of their blocks
+        - **output:** ``[size]`` of ``dtype``
+    """
+    num_blocks, num_bytes = packed.shape
+    block_size = num_bytes * 8 // bits
+    shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)[:, None]
+    out = torch.empty(size, dtype=dtype, device=packed.device)
+    for blocks in row_chunks(num_blocks, block_size):
+        codes = (packed[blocks, None, :] >> shift) & ((1 << bits) - 1)  # [B, 8 / bits, bytes]
+        values = codes.flatten(1).float().mul_(step[blocks, None].float()).add_(low[blocks, None].float())
+        chunk = out[blocks.start * block_size : blocks.stop * block_size]
+        chunk.copy_(values.view(-1)[: chunk.numel()])
+    return out

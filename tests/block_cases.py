@@ -1,0 +1,30 @@
+"""What the tests of packed blocks share."""
+
+from collections.abc import Iterable
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qgnn import rng
+
+BITS = (1, 2, 4, 8)
+METADATA = (torch.float32, torch.bfloat16, torch.float16)
+ANY_FLOAT = st.floats(width=32, allow_nan=True, allow_infinity=True)
+SEEDS = st.one_of(st.none(), st.integers(0, 2**64 - 1).map(rng.make_seed))
+
+
+def assert_same(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    """Tensors of the same types and values; a NaN equals a NaN."""
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def codes_of(packed: Tensor, bits: int) -> Tensor:
+    """Codes ``[B, G]`` in the order of the values, by the definition of the layout, one at a time."""
+    run = packed.shape[1]
+    codes = [
+        [(row[k % run] >> (bits * (k // run))) & ((1 << bits) - 1) for k in range(run * 8 // bits)]
+        for row in packed.tolist()
+    ]
+    return torch.tensor(codes, dtype=torch.int64).view(len(codes), run * 8 // bits)

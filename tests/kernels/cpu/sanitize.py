@@ -1,0 +1,158 @@
+"""Every launcher on inputs that break kernels, on a library with sanitizers: ``python sanitize.py LIBRARY SOURCES``.
+
+Allocations have exactly the size of their values, so that the sanitizer sees an access beyond them. Prints the exported
+functions that were called, and stops at the first argument that does not fit a function's declaration.
+"""
+
+import ctypes
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+from qgnn.kernels.cpu import blocks, library, matmul, quantize, sddmm, softmax, spmm
+from torch import Tensor
+
+from graphs import GRAPHS, RECTANGULAR
+from kernel_cases import LAYOUTS, csr, random_codes, random_scales
+from prototypes import misfits, prototypes
+
+WIDTHS = (1, 7, 33, 130, 1030)
+SEED = torch.tensor([-0x123456789ABCDEF])
+CALLED: set[str] = set()
+
+
+def watch_launches(sources: Path) -> None:
+    """Lets each module's ``launch`` compare its arguments with the declaration first, and note the function's name."""
+    declared, launch = prototypes(sources), library.launch
+
+    def checked(name: str, *args: Tensor | float | None) -> None:
+        assert misfits(declared[name], args) == []
+        CALLED.add(name)
+        launch(name, *args)
+
+    for path in sources.glob("*.c"):
+        importlib.import_module(f"qgnn.kernels.cpu.{path.stem}").launch = checked
+
+
+def edge_lists() -> Iterator[tuple[Tensor, int, int]]:
+    """``(edge_index, sources, targets)``: the graphs that break kernels, and one that is worth several threads."""
+    yield from ((edge_index, num_nodes, num_nodes) for edge_index, num_nodes in GRAPHS.values())
+    yield from RECTANGULAR.values()
+    yield torch.randint(500, (2, 3000)), 500, 501
+
+
+def run_quantize() -> None:
+    for N in (0, 1, 9, 300):
+        for F in (0, *WIDTHS):
+            x = torch.randn(N, F)
+            for seed in (None, SEED):
+                for granularity, block_size in (
+                    ("row", 1),
+                    ("tensor", 1),
+                    ("block", 3),
+                    ("block", 16),
+                    ("block", 5000),
+                ):
+                    quantize.quantize(x, granularity=granularity, block_size=block_size, seed=seed, stream=1)
+            quantize.quantize(LAYOUTS["column_major"](x).half(), bits=3)
+
+
+def run_matmul() -> None:
+    shapes = [(1, 1, 1), (21, 7, 33), (5, 300, 66), (3, 130, 1), (1100, 17, 79), (3, 2500, 5), (0, 3, 4), (3, 0, 4)]
+    for N, K, M in shapes:
+        for density in (1.0, 0.05):
+            x_q = random_codes(N, K, "cpu") * (torch.rand(N, K) < density)
+            w_q, x_scale, w_scale = random_codes(M, K, "cpu"), random_scales(N, "cpu"), random_scales(M, "cpu")
+            matmul.matmul(x_q, x_scale, w_q, w_scale, torch.randn(M))
+            matmul.matmul(LAYOUTS["every_second_row"](x_q), x_scale[:1], LAYOUTS["column_major"](w_q), w_scale)
+            matmul.matmul_requantize(x_q, x_scale, w_q, w_scale, seed=SEED)
+            matmul.matmul_dw(random_codes(N, M, "cpu"), random_scales(N, "cpu"), x_q, x_scale)
+            with mock.patch.multiple(matmul, has_vnni=lambda: True, _MIN_INTEGER_WORK=0):
+                matmul.matmul(x_q, x_scale, w_q, w_scale)
+                matmul.matmul_requantize(x_q, x_scale, w_q, w_scale)
+
+
+def run_spmm(indptr: Tensor, index: Tensor, S: int, F: int) -> None:
+    N, E = indptr.numel() - 1, index.numel()
+    x_q, x_scale = random_codes(S, F, "cpu"), random_scales(S, "cpu")
+    x, weight = torch.randn(S, F), torch.randn(E)
+    factor = torch.randn(N)
+    spmm.spmm(indptr, index, x_q, weight=weight, x_scale=x_scale, row_factor=factor, bias=torch.randn(F))
+    spmm.spmm(indptr, index, x_q, x_scale=torch.ones(1))
+    spmm.spmm(indptr, index, LAYOUTS["every_second_row"](x))
+    spmm.spmm_requantize(indptr, index, x_q, x_scale=x_scale, seed=SEED)
+    spmm.spmm_requantize(indptr, index, x, weight=weight, row_factor=factor)
+    spmm.spmm_extremum(indptr, index, x_q, x_scale=x_scale)
+    for largest in (True, False):
+        out, arg = spmm.spmm_extremum(indptr, index, x, weight=weight, largest=largest)
+        spmm.spmm_extremum_dx(index, torch.randn_like(out), arg, S, weight=weight)
+
+
+def run_sddmm(indptr: Tensor, index: Tensor, S: int, F: int) -> None:
+    N = indptr.numel() - 1
+    for heads in {1, 3 if F % 3 == 0 else F, F}:
+        scales = {"target_scale": torch.rand(N, heads), "source_scale": torch.rand(S)}
+        for op in ("dot", "add"):
+            operands = (indptr, index, random_codes(N, F, "cpu"), random_codes(S, F, "cpu"))
+            sddmm.sddmm(*operands, op=op, heads=heads, **scales)
+            sddmm.sddmm(
+                indptr, index, torch.randn(N, F), LAYOUTS["column_major"](torch.randn(S, F)), op=op, heads=heads
+            )
+
+
+def run_softmax(indptr: Tensor, index: Tensor, transposed: tuple[Tensor, Tensor], S: int) -> None:
+    N, E = indptr.numel() - 1, index.numel()
+    for H in (1, 2, 4, 7, 8, 33):
+        out, grad = softmax.softmax(indptr, torch.randn(E, H)), torch.randn(E, H)
+        softmax.softmax_backward(indptr, out, grad)
+        scores = (torch.randn(N, H), torch.randn(S, H))
+        out = softmax.attention_scores(indptr, index, *scores)
+        softmax.attention_scores_backward(indptr, index, *transposed, *scores, out, grad)
+
+
+def run_graphs() -> None:
+    for edge_index, S, N in edge_lists():
+        order = torch.argsort(edge_index[1], stable=True)
+        for dtype in (torch.int32, torch.int64):
+            indptr, index = csr(edge_index, N, "cpu", dtype)
+            in_order = torch.stack([torch.arange(order.numel()), edge_index[0][order]])
+            transposed = csr(in_order, S, "cpu", dtype)
+            run_spmm(indptr, index, S, 0)
+            for F in WIDTHS if order.numel() > 1000 else WIDTHS[:-1]:
+                run_spmm(indptr, index, S, F)
+                run_sddmm(indptr, index, S, F)
+            run_softmax(indptr, index, transposed, S)
+
+
+def run_blocks() -> None:
+    for bits in (1, 2, 4, 8):
+        for block_size in (8, 24, 128, 1000, 1 << 16):
+            for size in (0, 1, 129, 40_000):
+                for metadata in (torch.float32, torch.float16, torch.bfloat16):
+                    x = torch.randn(size)
+                    packed = blocks.blocks_pack(
+                        x, bits=bits, block_size=block_size, metadata_dtype=metadata, seed=SEED if size % 2 else None
+                    )
+                    blocks.blocks_unpack(*packed, bits=bits, size=size)
+
+
+def main() -> None:
+    path, sources = sys.argv[1:]
+    library._share_openmp()
+    library._library = ctypes.CDLL(path)
+    watch_launches(Path(sources))
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        run_quantize()
+        run_matmul()
+        run_blocks()
+        run_graphs()
+    print(json.dumps(sorted(CALLED)))
+
+
+if __name__ == "__main__":
+    main()

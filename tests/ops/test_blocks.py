@@ -1,0 +1,148 @@
+"""``qgnn::blocks_pack`` and ``qgnn::blocks_unpack``: the operators around the reference, whose arithmetic
+tests/test_reference_blocks.py holds."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import qgnn
+from block_cases import BITS, METADATA, assert_same
+from dense import seed_of
+from op_checks import opcheck
+from qgnn import ops, reference, rng
+from qgnn.ops._backends import torch_backend
+from qgnn.ops.blocks import _blocks_pack, _blocks_unpack
+
+FP32 = torch.float32
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("seed", [None, 1], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("metadata_dtype", METADATA)
+def test_blocks_opcheck(bits: int, seed: int | None, metadata_dtype: torch.dtype) -> None:
+    x, compiled = torch.randn(5, 33), metadata_dtype == FP32
+    opcheck(ops.blocks_pack, (x, seed_of(seed), bits, 16, metadata_dtype), compiled=compiled)
+    blocks = ops.blocks_pack(x, seed_of(seed), bits, 16, metadata_dtype)
+    opcheck(ops.blocks_unpack, (*blocks, bits, 165, torch.float16), compiled=compiled)
+
+
+@pytest.mark.parametrize("dtype", [FP32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(13, 33), (0, 5), (5, 0), (1,), (), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("bits", BITS)
+def test_blocks_are_the_reference(shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> None:
+    x = torch.randn(shape).to(dtype)
+    for seed in (None, rng.make_seed(3)):
+        blocks = ops.blocks_pack(x, seed, bits, 16, torch.bfloat16)
+        expected = reference.blocks_pack(x, bits=bits, block_size=16, metadata_dtype=torch.bfloat16, seed=seed)
+        assert_same(blocks, expected)
+        values = ops.blocks_unpack(*blocks, bits, x.numel(), dtype)
+        assert_same([values], [reference.blocks_unpack(*expected, bits=bits, size=x.numel(), dtype=dtype)])
+        assert values.dtype == dtype
+
+
+def test_backends_agree() -> None:
+    x, seed = torch.randn(7, 33), rng.make_seed(3)
+    blocks = ops.blocks_pack(x, seed, 2, 64, torch.float16)
+    assert_same(blocks, _blocks_pack(torch_backend(), x, seed, 2, 64, torch.float16))
+    values = ops.blocks_unpack(*blocks, 2, x.numel(), FP32)
+    assert_same([values], [_blocks_unpack(torch_backend(), *blocks, 2, x.numel(), FP32)])
+
+
+def test_a_trace_shows_the_width() -> None:
+    with qgnn.trace() as t:
+        blocks = ops.blocks_pack(torch.randn(64), None, 2, 16, FP32)
+        ops.blocks_unpack(*blocks, 2, 64, FP32)
+    assert t.ops["blocks.pack"]["format"] == t.ops["blocks.unpack"]["format"] == "int2"
+    assert t.ops["blocks.unpack"]["bytes"] == 16 + 2 * 4 * 4 + 64 * 4
+
+
+def test_blocks_compile_with_unknown_sizes() -> None:
+    def through(x: Tensor) -> Tensor:
+        blocks = ops.blocks_pack(x, None, 2, 16, FP32)
+        return ops.blocks_unpack(*blocks, 2, x.numel(), x.dtype).view_as(x)
+
+    compiled = torch.compile(through, fullgraph=True, dynamic=True, backend="aot_eager")
+    for shape in ((5, 33), (6, 32), (9, 7)):
+        x = torch.randn(shape)
+        assert torch.equal(compiled(x), through(x))
+
+
+def test_packed_blocks_give_no_gradient() -> None:
+    packed, low, _ = ops.blocks_pack(torch.randn(16, requires_grad=True), None, 2, 16, FP32)
+    assert not packed.requires_grad
+    with pytest.raises(RuntimeError, match=r"no autograd formula was registered|does not require grad"):
+        low.sum().backward()
+
+
+def test_blocks_under_autocast() -> None:
+    x = torch.randn(5, 33)
+    plain = ops.blocks_pack(x, None, 2, 16, FP32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = ops.blocks_pack(x, None, 2, 16, FP32)
+        values = ops.blocks_unpack(*mixed, 2, 165, FP32)
+    assert_same(mixed, plain)
+    assert_same([values], [ops.blocks_unpack(*plain, 2, 165, FP32)])
+
+
+BAD_PACKS = {
+    "three bits": (ValueError, {"bits": 3}, "'bits' to be one of (1, 2, 4, 8), whole codes to a byte (got 3)"),
+    "no bits": (ValueError, {"bits": 0}, "(got 0)"),
+    "sixteen bits": (ValueError, {"bits": 16}, "(got 16)"),
+    "no block": (ValueError, {"block_size": 0}, "'block_size' from 1 to 65536 values (got 0)"),
+    "negative": (ValueError, {"block_size": -16}, "(got -16)"),
+    "absurd": (ValueError, {"block_size": 65540}, "(got 65540)"),
+    "torn byte": (ValueError, {"block_size": 30}, "multiple of 4 for 2-bit codes, so that a block takes whole bytes"),
+    "torn bits": (ValueError, {"block_size": 12, "bits": 1}, "multiple of 8 for 1-bit codes"),
+    "integers": (TypeError, {"x": torch.arange(9)}, "'x' in a floating-point type (got torch.int64); use 'x.float()'"),
+    "metadata": (TypeError, {"metadata_dtype": torch.float64}, "bfloat16 or torch.float16 (got torch.float64)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PACKS)
+def test_pack_refuses(name: str) -> None:
+    error, change, message = BAD_PACKS[name]
+    arguments: dict[str, Any] = {
+        **{"x": torch.randn(50), "seed": None, "bits": 2, "block_size": 16, "metadata_dtype": FP32},
+        **change,
+    }
+    with pytest.raises(error, match=r"'blocks_pack' expects .*" + re.escape(message)):
+        ops.blocks_pack(*arguments.values())
+    on_meta = {**arguments, "x": arguments["x"].to("meta")}
+    with pytest.raises(error, match=re.escape(message)):
+        ops.blocks_pack(*on_meta.values())
+
+
+BYTES, ONES = torch.zeros(3, 4, dtype=torch.uint8), torch.ones(3)
+BAD_UNPACKS = {
+    "bits": (ValueError, {"bits": 5}, "'bits' to be one of (1, 2, 4, 8), whole codes to a byte (got 5)"),
+    "signed": (ValueError, {"packed": BYTES.char()}, "uint8 of two dimensions [blocks, bytes] (got torch.int8"),
+    "flat": (ValueError, {"packed": BYTES.flatten()}, "(got torch.uint8 of shape [12])"),
+    "too few offsets": (ValueError, {"low": ONES[:2]}, "'low' as floats of shape [3], one a block"),
+    "column of steps": (ValueError, {"step": ONES[:, None]}, "'step' as floats of shape [3]"),
+    "integer steps": (ValueError, {"step": ONES.int()}, "(got torch.int32 of shape [3])"),
+    "too long": (ValueError, {"size": 49}, "fills 3 blocks of 16 values, the last one at least in part (got 49)"),
+    "too short": (ValueError, {"size": 32}, "(got 32)"),
+    "negative": (ValueError, {"size": -1}, "(got -1)"),
+    "nothing": (ValueError, {"size": 0}, "(got 0)"),
+    "absurd": (ValueError, {"packed": BYTES.repeat(1, 4097), "size": 9}, "blocks of up to 65536 values (got 65552)"),
+    "integers": (TypeError, {"dtype": torch.int32}, "'dtype' to be a floating-point type (got torch.int32)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_UNPACKS)
+def test_unpack_refuses(name: str) -> None:
+    error, change, message = BAD_UNPACKS[name]
+    arguments: dict[str, Any] = {
+        **{"packed": BYTES, "low": ONES, "step": ONES, "bits": 2, "size": 40, "dtype": FP32},
+        **change,
+    }
+    with pytest.raises(error, match=r"'blocks_unpack' expects .*" + re.escape(message)):
+        ops.blocks_unpack(*arguments.values())
+
+
+def test_unpack_takes_every_size_that_fills_its_blocks() -> None:
+    for size in (33, 48):
+        assert torch.equal(ops.blocks_unpack(BYTES, ONES, ONES, 2, size, FP32), torch.ones(size))

@@ -1,0 +1,158 @@
+"""Tables, README's region and plots say what the records say."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from house import ROOT
+
+sys.path.append(str(ROOT))  # bench is not installed; last, so that an installed qgnn is found first
+main = importlib.import_module("bench.__main__")
+plots = importlib.import_module("bench.plots")
+records = importlib.import_module("bench.records")
+report = importlib.import_module("bench.report")
+summary = importlib.import_module("bench.summary")
+
+STAMP = records.Stamp("Some CPU, 2 threads", "0123456789abcdef", False, {"torch": "2.0"})
+OLD, NEW = "2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"
+
+
+def make_record(provider: str, ms: float, utc: str = NEW, **changes: object) -> dict:
+    values = {"suite": "unit", "case": "a/b", "provider": provider, "pass": "forward", "median_ms": ms, "p20_ms": ms}
+    values |= {"p80_ms": ms, "peak_mib": None, "saved_mib": None, "bytes": 3_000_000, "error": float("nan"), "ok": True}
+    return {**records.make_record(STAMP, utc, **values), **changes}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Two runs of one case, the older one below; a training step and its memory."""
+    unit = [
+        make_record("qgnn int8", 2.0),
+        make_record("qgnn fp32", 4.0),
+        make_record("torch fp32", 6.0),
+        make_record("pyg coo fp32", 8.0),
+        make_record("torch bf16", 3.0),
+        make_record("ceiling: copy", 1.0),
+        make_record("broken fp32", 1.0, ok=False, median_ms=None),
+        make_record("torch fp32", 100.0, OLD),
+    ]
+    records.append(tmp_path / "results" / STAMP.machine / "unit.jsonl", unit)
+    step = {"suite": "train", "case": "cora/gcn", "pass": "step"}
+    train = [make_record("qgnn int8", 10.0, **step), make_record("pyg coo fp32", 25.0, **step)]
+    records.append(tmp_path / "results" / STAMP.machine / "train.jsonl", train)
+    step["suite"] = "memory"
+    memory = [
+        make_record("qgnn int8", 11.0, **step, peak_mib=100.0, saved_mib=50.0),
+        make_record("pyg coo fp32", 12.0, **step, peak_mib=4000.0, saved_mib=80.0),
+        make_record("broken", 1.0, **step, ok=False, median_ms=None),
+    ]
+    records.append(tmp_path / "results" / STAMP.machine / "memory.jsonl", memory)
+    return tmp_path / "results"
+
+
+def cells(text: str, *words: str) -> list[list[str]]:
+    found = [line for line in text.splitlines() if all(word in line for word in words)]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in found]
+
+
+def test_records_survive_the_file(tmp_path: Path) -> None:
+    lines = [make_record("x", 1.0, records.now()), make_record("y", 2.0, records.now())]
+    for line in lines:
+        records.append(tmp_path / STAMP.machine / "unit.jsonl", [line])
+    assert list(records.read(tmp_path)) == [("some-cpu-2-threads", line) for line in lines]
+    assert lines[0]["error"] is None  # not a number in JSON either
+
+
+def test_report_divides_within_the_newest_run_only(results: Path) -> None:
+    text = report.markdown(results)
+    assert "## some-cpu-2-threads" in text
+    assert "commit 0123456789ab; torch 2.0" in text
+    table = cells(text, "a/b")
+    providers = ["ceiling: copy", "qgnn int8", "torch bf16", "qgnn fp32", "torch fp32", "pyg coo fp32", "broken fp32"]
+    assert [line[2] for line in table] == providers
+    # Against the best fp32, and the best bf16, that is not ours.
+    assert [line[-2] for line in table] == ["6.00", "3.00", "2.00", "1.50", "1.00", "0.75", ""]
+    assert [line[-1] for line in table] == ["3.00", "1.50", "1.00", "0.75", "0.50", "0.38", ""]
+    assert table[1][5] == "1.5"  # GB/s
+    assert table[-1][3] == "FAILED"
+    assert report.compact(results, "2026-01-03") == "no records"
+    assert "unit  a/b  forward\n  ceiling: copy" in report.compact(results, "2026-01-02")
+
+
+def test_region_has_a_line_a_case(results: Path) -> None:
+    text = summary.region(results)
+    assert text.startswith("**some-cpu-2-threads**: Some CPU, 2 threads; commit 0123456789ab; torch 2.0\n")
+    (line,) = cells(text, "unit a/b")
+    assert line == ["unit a/b", "forward", "2", "4", "torch fp32", "6", "8", "3.00x", "4.00x"]
+    (line,) = cells(text, "train cora/gcn")
+    assert line == ["train cora/gcn", "step", "10", "", "pyg coo fp32", "25", "25", "2.50x", "2.50x"]
+    memory = [line for line in cells(text, "cora/gcn") if line[0] == "cora/gcn"]
+    assert memory == [
+        ["cora/gcn", "qgnn int8", "100", "50", "11"],
+        ["cora/gcn", "pyg coo fp32", "4000", "80", "12"],
+        ["cora/gcn", "broken", "", "", "failed"],
+    ]
+    assert text.index("train cora/gcn") < text.index("<details>") < text.index("unit a/b")
+
+
+def test_region_does_not_hide_a_failure_of_ours(tmp_path: Path) -> None:
+    group = [make_record("qgnn int8", 1.0, ok=False, median_ms=None), make_record("torch fp32", 6.0)]
+    records.append(tmp_path / STAMP.machine / "unit.jsonl", group)
+    (line,) = cells(summary.region(tmp_path), "unit a/b")
+    assert line == ["unit a/b", "forward", "failed", "", "torch fp32", "6", "", "", ""]
+
+
+def test_best_rival_of_what_has_none_in_fp32_is_any_but_the_ceiling() -> None:
+    group = [make_record("qgnn int2", 1.0), make_record("torch eager int2", 5.0), make_record("ceiling: copy", 0.5)]
+    (line,) = summary.lines([group])
+    assert (line.quantized["provider"], line.full, line.rival["provider"]) == ("qgnn int2", None, "torch eager int2")
+
+
+def test_readme_is_rewritten_between_its_markers_only(results: Path, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{summary.BEGIN}\nold\n{summary.END}\nafter\n")
+    for _ in range(2):
+        assert main.main(["report", "--results", str(results), "--readme", str(readme)]) == 0
+        assert readme.read_text() == f"before\n{summary.BEGIN}\n{summary.region(results)}\n{summary.END}\nafter\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", summary.BEGIN, summary.END, f"{summary.END} {summary.BEGIN}", f"{summary.BEGIN} {summary.END} {summary.END}"],
+)
+def test_readme_without_one_pair_of_markers_is_left_alone(
+    text: str, results: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(text)
+    assert main.main(["report", "--results", str(results), "--readme", str(readme)]) == 1
+    assert readme.read_text() == text
+    assert "has to have one pair of lines '<!-- bench:begin -->' and '<!-- bench:end -->'" in capsys.readouterr().err
+
+
+def test_readme_shows_what_the_committed_records_give() -> None:
+    """Failing: run ``python -m bench report --readme``."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{summary.BEGIN}\n{summary.region(records.RESULTS)}\n{summary.END}" in text
+
+
+def test_plots_are_drawn(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main.main(["report", "--results", str(results), "--plots", str(tmp_path / "plots")]) == 0
+    written = sorted((tmp_path / "plots").iterdir())
+    names = [path.name.removeprefix("some-cpu-2-threads-") for path in written]
+    assert names == ["memory.png", "primitives.png", "steps.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+    assert "some-cpu-2-threads-steps.png" in capsys.readouterr().out
+
+
+def test_plots_show_the_factors(results: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn = {}
+    monkeypatch.setattr(plots, "_save", lambda draw, found, device, path: drawn.update({path.stem: found}))
+    plots.write(results, tmp_path)
+    assert [plots._factors(line) for line in drawn["some-cpu-2-threads-primitives"]] == [
+        {"quantized": 3.0, "full": 1.5}
+    ]
+    assert [plots._factors(line) for line in drawn["some-cpu-2-threads-steps"]] == [{"quantized": 2.5}]
+    assert [record["provider"] for record in drawn["some-cpu-2-threads-memory"]] == ["qgnn int8", "pyg coo fp32"]
