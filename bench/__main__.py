@@ -3,14 +3,14 @@
 import argparse
 import sys
 import time
+import traceback
 import warnings
 from pathlib import Path
 
 import torch
 
-from . import harness, report
-from .clock import make_clock
-from .records import RESULTS, Record, append, make_stamp
+from . import plots, report, summary
+from .records import RESULTS, ROOT, Record, append, make_stamp
 from .suites import SUITES, cases
 
 
@@ -24,6 +24,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, metavar="DIR", help=f"where records are (default: {RESULTS})")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further case after this time")
     parser.add_argument("--since", metavar="UTC", help="report: a text table of the records made since then")
+    readme_help = "report: rewrite the tables between the markers of README.md (or FILE)"
+    parser.add_argument("--readme", type=Path, nargs="?", const=ROOT / "README.md", metavar="FILE", help=readme_help)
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="report: write PNG files there")
     options = parser.parse_args(arguments)
     if "report" in options.suites and len(options.suites) > 1:
         parser.error("'report' stands alone: it reads records and measures nothing")
@@ -32,23 +35,37 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def main(arguments: list[str]) -> int:
-    started = time.monotonic()
-    options = parse(arguments)
-    if options.suites == ["report"]:
-        since = options.since
-        results = options.results or RESULTS
-        print(report.markdown(results) if since is None else report.compact(results, since))
-        return 0
+def make_report(options: argparse.Namespace) -> int:
+    results = options.results or RESULTS
+    if options.readme:
+        try:
+            summary.rewrite(options.readme, results)
+        except (OSError, ValueError) as error:
+            print(f"--readme: {error}", file=sys.stderr)
+            return 1
+    if options.plots:
+        print(*plots.write(results, options.plots), sep="\n")
+    if options.since:
+        print(report.compact(results, options.since))
+    elif not (options.readme or options.plots):
+        print(report.markdown(results))
+    return 0
 
-    warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+
+def measure(options: argparse.Namespace) -> int:
+    """Measure the suites, appending the records of each case as soon as they are there."""
+    from . import harness
+    from .clock import make_clock
     from .suites.inputs import Setting
 
+    started = time.monotonic()
+    warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     stamp, clock = make_stamp(device), make_clock(device)
     effort = harness.QUICK if options.quick else harness.Effort()
     results = options.results or (None if options.quick else RESULTS)
     records: list[Record] = []
+    broken = []
     for suite in options.suites:
         measured = harness.measure_all(
             suite,
@@ -59,10 +76,14 @@ def main(arguments: list[str]) -> int:
             effort=effort,
             device=device,
         )
-        for group in measured:
-            records += group
-            if results is not None:
-                append(results / stamp.machine / f"{suite}.jsonl", group)
+        try:
+            for group in measured:
+                records += group
+                if results is not None:
+                    append(results / stamp.machine / f"{suite}.jsonl", group)
+        except Exception:  # its inputs could not be made; the other suites still can
+            traceback.print_exc()
+            broken.append(suite)
     if options.json:
         options.json.unlink(missing_ok=True)
         append(options.json, records)
@@ -70,7 +91,14 @@ def main(arguments: list[str]) -> int:
     failed = [record for record in records if not record["ok"]]
     if failed:
         print(f"{len(failed)} of {len(records)} measurements failed their check", file=sys.stderr)
-    return 1 if failed else 0
+    if broken:
+        print(f"broken suites: {', '.join(broken)}", file=sys.stderr)
+    return 1 if failed or broken else 0
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    return make_report(options) if options.suites == ["report"] else measure(options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Clocks: what one sample of a function costs in milliseconds, on the CPU and on a CUDA device."""
+"""Clocks: what one call of a function costs in milliseconds, on the CPU and on a CUDA device."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,23 +10,20 @@ Function = Callable[[], object]
 
 
 class Clock(Protocol):
-    """Measures one call of each function, in the given order."""
+    """Measures one call."""
 
-    def round(self, functions: Sequence[Function]) -> list[float]: ...
+    def time(self, function: Function) -> float: ...
 
     def synchronize(self) -> None: ...
 
 
 class CpuClock:
-    """Wall time. Caches stay warm but for what the other functions of a round evict."""
+    """Wall time. Caches stay warm but for what the other providers of a case evict."""
 
-    def round(self, functions: Sequence[Function]) -> list[float]:
-        times = []
-        for function in functions:
-            start = time.perf_counter()
-            function()
-            times.append((time.perf_counter() - start) * 1e3)
-        return times
+    def time(self, function: Function) -> float:
+        start = time.perf_counter()
+        function()
+        return (time.perf_counter() - start) * 1e3
 
     def synchronize(self) -> None:
         pass
@@ -44,17 +41,14 @@ class CudaClock:
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self._flush = torch.empty(max(4 * l2_bytes, 1 << 27), dtype=torch.int8, device=device)
 
-    def round(self, functions: Sequence[Function]) -> list[float]:
-        times = []
-        for function in functions:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._flush.zero_()
-            start.record()
-            function()
-            end.record()
-            self.synchronize()  # or else the next call would be queued, its launches for free, while this one runs
-            times.append(start.elapsed_time(end))
-        return times
+    def time(self, function: Function) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush.zero_()
+        start.record()
+        function()
+        end.record()
+        self.synchronize()  # or else the next call would be queued, its launches for free, while this one runs
+        return start.elapsed_time(end)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

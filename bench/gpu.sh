@@ -16,7 +16,7 @@ out=${1:-}
 budget=${2:-400}
 python=${PYTHON:-python3}
 tests=${TESTS-tests/kernels tests/ops tests/nn}
-suites=${SUITES-layer spmm matmul quantize}
+suites=${SUITES-train layer spmm matmul sddmm,softmax quantize,blocks memory}
 started=$(date -u +%Y-%m-%dT%H:%M:%S)
 failures=()
 

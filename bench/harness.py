@@ -2,6 +2,7 @@
 
 A suite declares cases; a case is one piece of work on one input, with a reference result and the providers that do it.
 A ratio of two records is fair if both come from one case: same process, same input, same rounds, quantization included.
+Whatever fails, from the set-up to the last call, costs its provider the numbers and nobody else's.
 """
 
 import gc
@@ -9,7 +10,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -40,22 +42,36 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What a process of its own measured of a provider, and the results that the gate compares."""
+
+    results: Sequence[Tensor]
+    times_ms: Sequence[float]
+    peak_mib: float | None
+    saved_mib: float | None
+
+
+@dataclass(frozen=True)
 class Provider:
-    """A named way to do the work; ``tolerance`` bounds its relative error, ||result - reference|| / ||reference||."""
+    """A named way to do the work; ``tolerance`` bounds its relative error, ||result - reference|| / ||reference||.
+
+    The name ends in the precision, as in ``torch.sparse csr fp32``: reports compare with the best of a precision.
+    """
 
     name: str
-    setup: Callable[[], Work]
+    setup: Callable[[], Work | Measured]
     tolerance: float
 
 
 @dataclass(frozen=True)
 class Case:
-    """One input and one pass: ``forward``, ``backward`` or ``step``.
+    """One input and one pass.
 
     Args:
         name: A path from the general to the special, as ``arxiv/synthetic/F128/weighted``.
-        pass_: What is timed.
-        reference: The result that the gate compares with.
+        pass_: What is timed: ``forward``, ``backward``, ``step`` (both, and the optimizer), or ``warm``: the forward
+            pass on operands that are codes already.
+        reference: The result that the gate compares with, in float64.
         providers: Who does the work.
         num_bytes: The fewest bytes anyone has to move, each input read once and each output written once, or ``None``.
     """
@@ -69,15 +85,40 @@ class Case:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure a case: rounds until ``seconds`` have passed, at least and at most so many."""
+    """How long to measure a case: rounds until ``seconds`` have passed, at least and at most so many.
+
+    ``few_rounds`` are enough for a provider much slower than the others, and for everyone after ``patience`` seconds.
+    """
 
     min_rounds: int = 5
     max_rounds: int = 100
     seconds: float = 3.0
     warmup_seconds: float = 0.2
+    few_rounds: int = 3
+    patience: float = 60.0
 
 
-QUICK = Effort(min_rounds=3, max_rounds=5, seconds=0.2, warmup_seconds=0.0)
+QUICK = Effort(min_rounds=3, max_rounds=3, seconds=0.0, warmup_seconds=0.0)
+
+# A CPU call of so many seconds is warm, slow next to calls a quarter as long, and in the gate not made a second time.
+WARM_SECONDS, SLOW_FACTOR, ONCE_SECONDS = 1.0, 4.0, 5.0
+
+
+@dataclass
+class Entry:
+    """A provider on its way through a case; ``work`` is ``None`` when nothing is left to be done with it."""
+
+    provider: Provider
+    work: Work | None = None
+    error: float = float("nan")
+    seconds: float = 0.0  # of one call
+    ok: bool = True
+    times_ms: list[float] = field(default_factory=list)
+    peak_mib: float | None = None
+    saved_mib: float | None = None
+
+    def fail(self) -> None:
+        self.work, self.ok, self.times_ms, self.peak_mib, self.saved_mib = None, False, [], None, None
 
 
 def relative_error(results: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
@@ -103,11 +144,27 @@ def _poison(outputs: Sequence[Tensor]) -> None:
         del blocks
 
 
-def gate(work: Work, reference: Sequence[Tensor]) -> float:
-    """The error of a second call, made after freed memory was filled with NaN."""
+def gate(work: Work, reference: Sequence[Tensor], device: torch.device) -> tuple[float, float]:
+    """The relative error of a call made after freed memory was filled with NaN, and the seconds that it took.
+
+    It is the second call, so that what the first one left behind does not pass; the first, where a call takes long.
+    """
     check = work.check or (lambda: _outputs(work.run()))
-    _poison(list(check()))
-    return relative_error(list(check()), reference)
+
+    def timed() -> tuple[Sequence[Tensor], float]:
+        start = time.perf_counter()
+        results = check()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return results, time.perf_counter() - start
+
+    _poison([t.float() for t in reference])
+    results, seconds = timed()
+    if device.type == "cuda" or seconds <= ONCE_SECONDS:
+        _poison(results)
+        del results
+        results, seconds = timed()
+    return relative_error(results, reference), seconds
 
 
 def peak_mib(work: Work, device: torch.device) -> float | None:
@@ -133,87 +190,117 @@ def saved_bytes(forward: Callable[[], object]) -> int:
     return round(saved.mib * MIB)
 
 
-def _sample(works: Sequence[Work], clock: Clock, effort: Effort) -> list[list[float]]:
-    """Times of each work: rounds in which every work runs once, starting with another one each time."""
-    samples: list[list[float]] = [[] for _ in works]
-    functions = [work.run for work in works]
-    for function in functions:
-        start = time.perf_counter()
-        while True:
-            function()
-            clock.synchronize()
-            if time.perf_counter() - start >= effort.warmup_seconds:
-                break
+@contextmanager
+def _attempt(entry: Entry, say: Callable[[str, str], None]) -> Iterator[None]:
+    """Make an exception, running out of memory included, the failure of this provider alone."""
+    try:
+        yield
+    except Exception:
+        say(entry.provider.name, f"failed\n{traceback.format_exc()}")
+        entry.fail()
+
+
+def _prepare(entry: Entry, reference: Sequence[Tensor], device: torch.device) -> None:
+    """Set a provider up and hold its result to the reference."""
+    made = entry.provider.setup()
+    if isinstance(made, Measured):
+        entry.error = relative_error(made.results, reference)
+        entry.times_ms, entry.peak_mib, entry.saved_mib = list(made.times_ms), made.peak_mib, made.saved_mib
+    else:
+        entry.work = made
+        entry.error, entry.seconds = gate(made, reference, device)
+
+
+def _sample(entries: Sequence[Entry], clock: Clock, effort: Effort, say: Callable[[str, str], None]) -> None:
+    """Time each work: rounds in which every work runs once, starting with another one each time."""
+    for entry in entries:
+        with _attempt(entry, say):
+            start = time.perf_counter()
+            while entry.work is not None and entry.seconds < WARM_SECONDS:
+                entry.work.run()
+                clock.synchronize()
+                if time.perf_counter() - start >= effort.warmup_seconds:
+                    break
+    fastest = min((entry.seconds for entry in entries), default=0.0)
     gc.collect()
     gc.disable()
     try:
         start = time.perf_counter()
         for number in range(effort.max_rounds):
-            order = [(number + offset) % len(works) for offset in range(len(works))]
-            for index, ms in zip(order, clock.round([functions[i] for i in order]), strict=True):
-                samples[index].append(ms)
-            if number + 1 >= effort.min_rounds and time.perf_counter() - start > effort.seconds:
+            for offset in range(len(entries)):
+                entry = entries[(number + offset) % len(entries)]
+                is_slow = entry.seconds > max(WARM_SECONDS, SLOW_FACTOR * fastest)
+                if entry.work is None or (is_slow and len(entry.times_ms) >= effort.few_rounds):
+                    continue
+                with _attempt(entry, say):
+                    entry.times_ms.append(clock.time(entry.work.run))
+            elapsed = time.perf_counter() - start
+            enough = effort.few_rounds if elapsed > effort.patience else effort.min_rounds
+            if number + 1 >= enough and elapsed >= effort.seconds:
                 break
     finally:
         gc.enable()
-    return samples
 
 
-def _say(suite: str, case: Case, provider: str, message: str) -> None:
-    print(f"{suite}: {case.name} {case.pass_}: {provider}: {message}", file=sys.stderr, flush=True)
+def _count(entry: Entry, device: torch.device) -> None:
+    """What a call keeps, and the memory that it takes."""
+    if entry.work is not None:
+        entry.peak_mib = peak_mib(entry.work, device)
+        if entry.work.forward is not None:
+            entry.saved_mib = saved_bytes(entry.work.forward) / MIB
 
 
 def measure(
     suite: str, case: Case, *, stamp: Stamp, clock: Clock, effort: Effort, device: torch.device
 ) -> list[Record]:
     """Gate and time the providers of a case. What fails its gate is recorded with ``ok`` false and is not timed."""
-    utc = now()
-    reference = case.reference()
-    gated: list[tuple[Provider, Work | None, float]] = []
-    for provider in case.providers:
-        try:
-            work = provider.setup()
-            error = gate(work, reference)
-        except UnavailableError as reason:
-            _say(suite, case, provider.name, f"not available: {reason}")
-            continue
-        except Exception:  # one provider's failure must not end the run; it is recorded as not ok
-            _say(suite, case, provider.name, f"failed\n{traceback.format_exc()}")
-            gated.append((provider, None, float("nan")))
-            continue
-        if not error <= provider.tolerance:
-            _say(suite, case, provider.name, f"relative error {error:.3g} is over {provider.tolerance:.3g}")
-            gated.append((provider, None, error))
-        else:
-            gated.append((provider, work, error))
-    del reference
 
-    timed = [work for _, work, _ in gated if work is not None]
-    samples = iter(_sample(timed, clock, effort))
-    records = []
-    for provider, passed, error in gated:
-        times = [float("nan")] if passed is None else next(samples)
-        records.append(
-            make_record(
-                stamp,
-                utc,
-                suite=suite,
-                case=case.name,
-                provider=provider.name,
-                median_ms=percentile(times, 0.5),
-                p20_ms=percentile(times, 0.2),
-                p80_ms=percentile(times, 0.8),
-                peak_mib=peak_mib(passed, device) if passed is not None else None,
-                saved_mib=saved_bytes(passed.forward) / MIB
-                if passed is not None and passed.forward is not None
-                else None,
-                bytes=case.num_bytes,
-                error=error,
-                ok=passed is not None,
-                **{"pass": case.pass_},
-            )
-        )
-    return records
+    def say(provider: str, message: str) -> None:
+        print(f"{suite}: {case.name} {case.pass_}: {provider}: {message}", file=sys.stderr, flush=True)
+
+    utc = now()
+    entries = []
+    reference: Sequence[Tensor] | None = None
+    for provider in case.providers:
+        entry = Entry(provider)
+        with _attempt(entry, say):
+            reference = case.reference() if reference is None else reference
+            try:
+                _prepare(entry, reference, device)
+            except UnavailableError as reason:
+                say(provider.name, f"not available: {reason}")
+                continue
+        entries.append(entry)
+        if entry.ok and not entry.error <= provider.tolerance:
+            say(provider.name, f"relative error {entry.error:.3g} is over {provider.tolerance:.3g}")
+            entry.fail()
+    reference = None
+
+    _sample([entry for entry in entries if entry.work is not None], clock, effort, say)
+    for entry in entries:
+        with _attempt(entry, say):
+            _count(entry, device)
+    return [_record(suite, case, entry, stamp, utc) for entry in entries]
+
+
+def _record(suite: str, case: Case, entry: Entry, stamp: Stamp, utc: str) -> Record:
+    times = entry.times_ms or [float("nan")]
+    return make_record(
+        stamp,
+        utc,
+        suite=suite,
+        case=case.name,
+        provider=entry.provider.name,
+        median_ms=percentile(times, 0.5),
+        p20_ms=percentile(times, 0.2),
+        p80_ms=percentile(times, 0.8),
+        peak_mib=entry.peak_mib,
+        saved_mib=entry.saved_mib,
+        bytes=case.num_bytes,
+        error=entry.error,
+        ok=entry.ok,
+        **{"pass": case.pass_},
+    )
 
 
 def measure_all(
@@ -229,6 +316,6 @@ def measure_all(
     """Measure case after case until they end or the deadline (``time.monotonic()``) has passed."""
     for case in cases:
         if time.monotonic() > deadline:
-            _say(suite, case, "all", "not measured: out of time")
+            print(f"{suite}: {case.name} {case.pass_}: not measured: out of time", file=sys.stderr, flush=True)
             return
         yield measure(suite, case, stamp=stamp, clock=clock, effort=effort, device=device)

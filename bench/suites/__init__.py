@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .inputs import Setting
 
 # In order of importance: under a time budget the last ones may be left out.
-SUITES = ("layer", "spmm", "matmul", "quantize")
+SUITES = ("train", "layer", "spmm", "matmul", "sddmm", "softmax", "quantize", "blocks", "memory")
 
 
 def cases(suite: str, setting: "Setting") -> "Iterator[Case]":

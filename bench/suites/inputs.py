@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import TypeVar
 
 import torch
@@ -12,7 +14,7 @@ from torch_geometric.data import Data
 import qgnn
 from qgnn import QConfig
 
-from ..harness import Work
+from ..harness import UnavailableError, Work
 
 # Bounds of the gate on ||result - reference|| / ||reference||. On normal data a row's absmax is 3 to 4 deviations, so a
 # step is about 0.03 of one, and stochastic rounding (step / sqrt(6) rms) costs 0.013 an operand: 0.018 for a product of
@@ -74,23 +76,44 @@ def csr_int32(matrix: Tensor) -> Tensor:
     return torch.sparse_csr_tensor(*indices, csr.values(), size=csr.shape)
 
 
-def with_tf32(setup: Callable[[], Work]) -> Callable[[], Work]:
+def sparse_sum(matrix: Tensor, x: Tensor) -> Tensor:
+    """torch's fastest product of a CSR matrix: on a CPU its own kernel, which the reduction selects, and not MKL's."""
+    return torch.sparse.mm(matrix, x) if x.is_cuda else torch.sparse.mm(matrix, x, "sum")
+
+
+def package(name: str) -> ModuleType:
+    """An optional package."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise UnavailableError(f"{name} cannot be imported ({error})") from error
+
+
+def require_bf16(setting: Setting) -> None:
+    """Raise where bf16 products are emulated: tens of times slower than fp32, which no one would choose."""
+    if not setting.is_cuda and not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+        raise UnavailableError("this CPU multiplies bf16 in software only (no AVX512_BF16, no AMX)")
+
+
+def tf32(setup: Callable[[], Work]) -> Callable[[], Work]:
     """The same work with torch's fp32 products on TF32 tensor cores."""
 
-    def tf32_setup() -> Work:
-        work = setup()
-
-        def run() -> object:
+    def in_tf32(function: Callable[[], T]) -> Callable[[], T]:
+        def run() -> T:
             before = torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision("high")
             try:
-                return work.run()
+                return function()
             finally:
                 torch.set_float32_matmul_precision(before)
 
-        return replace(work, run=run)
+        return run
 
-    return tf32_setup
+    def setup_in_tf32() -> Work:
+        work = setup()
+        return replace(work, run=in_tf32(work.run), check=None if work.check is None else in_tf32(work.check))
+
+    return setup_in_tf32
 
 
 def gradients(

@@ -1,4 +1,7 @@
-"""Sparse aggregation from fp32 to fp32, forward and transposed backward, quantization included."""
+"""Sparse aggregation from fp32 to fp32, forward and transposed backward, quantization included.
+
+The pass ``warm`` aggregates rows that are codes already, as in the middle of a layer.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -10,9 +13,10 @@ from torch_geometric.utils import scatter
 
 import qgnn
 from qgnn import functional
+from qgnn.qtensor import QTensor
 
 from ..harness import Case, Provider, UnavailableError, Work
-from .inputs import OURS, TOLERANCE, Setting, csr_int32, gradients, graph, graph_name, randn
+from .inputs import OURS, TOLERANCE, Setting, csr_int32, gradients, graph, graph_name, package, randn
 
 
 class Operands:
@@ -20,84 +24,120 @@ class Operands:
 
     def __init__(self, like: str, F: int, weighted: bool, setting: Setting) -> None:
         data = graph(like, setting)
+        self.name = f"{graph_name(like, setting)}/F{F}"
         self.num_nodes = int(data.num_nodes)
         self.edge_index, weight = gcn_norm(data.edge_index, None, self.num_nodes)
         self.weight = weight if weighted else None
         self.x = randn(self.num_nodes, F, setting=setting, seed=1).requires_grad_()
         self.grad = randn(self.num_nodes, F, setting=setting, seed=2)
 
-    def csr(self, pass_: str, dtype: torch.dtype) -> Tensor:
+    def csr(self, pass_: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """The adjacency matrix, rows = targets; transposed for the backward pass. Prepared once, outside the timing."""
-        source, target = self.edge_index
-        rows, columns = (target, source) if pass_ == "forward" else (source, target)
-        weight = self.weight if self.weight is not None else torch.ones_like(source, dtype=torch.float32)
+        source, target = self.ends(pass_)
+        weight = self.weight if self.weight is not None else torch.ones_like(source)
         size = (self.num_nodes, self.num_nodes)
-        return csr_int32(torch.sparse_coo_tensor(torch.stack([rows, columns]), weight.to(dtype), size))
+        return csr_int32(torch.sparse_coo_tensor(torch.stack([target, source]), weight.to(dtype), size))
+
+    def ends(self, pass_: str) -> Tensor:
+        """Where each edge takes a row from, and where to."""
+        return self.edge_index.flip(0) if pass_ == "backward" else self.edge_index
 
     def operand(self, pass_: str) -> Tensor:
-        return self.x.detach() if pass_ == "forward" else self.grad
+        return self.grad if pass_ == "backward" else self.x.detach()
 
-    def num_bytes(self) -> int:
+    def num_bytes(self, pass_: str) -> int:
         num_edges = self.edge_index.shape[1]
         structure = 4 * (self.num_nodes + 1) + 4 * num_edges + (4 * num_edges if self.weight is not None else 0)
-        return structure + self.x.nbytes + self.grad.nbytes
+        rows = self.x.numel() + 4 * self.num_nodes if pass_ == "warm" else self.x.nbytes
+        return structure + rows + self.grad.nbytes
+
+    def exact(self, pass_: str, reduce: str) -> list[Tensor]:
+        x = self.operand(pass_).double()
+        if reduce == "max":
+            source, target = self.edge_index
+            return [scatter(x[source], target, dim=0, dim_size=self.num_nodes, reduce="max")]
+        return [torch.sparse.mm(self.csr(pass_, torch.float64), x)]
+
+    def ours(self, pass_: str, reduce: str, config: qgnn.QConfig | None) -> Work:
+        prepared = qgnn.Graph.from_edge_index(self.edge_index, self.num_nodes)
+
+        def forward(x: Tensor | QTensor) -> Tensor:
+            return functional.spmm(prepared, x, self.weight, reduce, config=config)
+
+        if pass_ == "backward":
+            return Work(gradients(lambda: forward(self.x), [self.x], self.grad))
+        operand = self.operand(pass_)
+        x = functional.quantize(operand, config) if pass_ == "warm" and config is not None else operand
+        return Work(lambda: forward(x))
+
+    def torch_sum(self, pass_: str) -> Work:
+        """The reduction selects a kernel of torch's own in place of MKL's."""
+        if self.x.is_cuda:
+            raise UnavailableError("torch.sparse.mm takes a reduction on the CPU only")
+        return self.torch_reduce(pass_, "sum")
+
+    def torch_reduce(self, pass_: str, reduce: str) -> Work:
+        matrix, x = self.csr(pass_), self.operand(pass_)
+        return Work(lambda: torch.sparse.mm(matrix, x, reduce))
+
+    def torch_mm(self, pass_: str, dtype: torch.dtype) -> Work:
+        """MKL or cuSPARSE; what PyG calls for a sparse adjacency matrix."""
+        matrix, x = self.csr(pass_, dtype), self.operand(pass_)
+        return Work(lambda: torch.sparse.mm(matrix, x.to(dtype)))
+
+    def coo(self, pass_: str, reduce: str) -> Work:
+        """PyG's path for an edge_index: a message an edge, scattered to the targets."""
+        x, (source, target), weight = self.operand(pass_), self.ends(pass_), self.weight
+        messages = partial(_messages, x, source, weight)
+        return Work(lambda: scatter(messages(), target, dim=0, dim_size=self.num_nodes, reduce=reduce))
+
+    def torch_scatter(self, pass_: str, reduce: str) -> Work:
+        """A message an edge, those of a target side by side."""
+        segment_csr = package("torch_scatter").segment_csr
+        matrix, x = self.csr(pass_), self.operand(pass_)
+        weight = None if self.weight is None else matrix.values()
+        messages = partial(_messages, x, matrix.col_indices().long(), weight)
+        indptr = matrix.crow_indices().long()
+        return Work(lambda: segment_csr(messages(), indptr, reduce=reduce))
 
 
-def _sparse_work(operands: Operands, pass_: str, dtype: torch.dtype) -> Work:
-    matrix, x = operands.csr(pass_, dtype), operands.operand(pass_)
-    if not x.is_cuda and dtype == torch.bfloat16:
-        raise UnavailableError("torch multiplies sparse bf16 matrices on CUDA only")
-    return Work(lambda: torch.sparse.mm(matrix, x.to(dtype)))
+def _messages(x: Tensor, source: Tensor, weight: Tensor | None) -> Tensor:
+    rows = x.index_select(0, source)
+    return rows if weight is None else rows * weight[:, None]
 
 
-def _scatter_work(operands: Operands, pass_: str) -> Work:
-    """PyG's path for an edge_index: gather a message an edge, scatter-add them."""
-    source, target = operands.edge_index if pass_ == "forward" else operands.edge_index.flip(0)
-    x, weight, N = operands.operand(pass_), operands.weight, operands.num_nodes
-
-    def run() -> Tensor:
-        messages = x.index_select(0, source)
-        if weight is not None:
-            messages = messages * weight[:, None]
-        return scatter(messages, target, dim=0, dim_size=N, reduce="sum")
-
-    return Work(run)
-
-
-def _our_work(operands: Operands, pass_: str, config: qgnn.QConfig | None) -> Work:
-    prepared = qgnn.Graph.from_edge_index(operands.edge_index, operands.num_nodes)
-
-    def forward(x: Tensor) -> Tensor:
-        return functional.spmm(prepared, x, operands.weight, config=config)
-
-    if pass_ == "forward":
-        return Work(lambda: forward(operands.operand(pass_)))
-    return Work(gradients(lambda: forward(operands.x), [operands.x], operands.grad))
-
-
-def _providers(operands: Operands, pass_: str) -> Iterator[Provider]:
+def _providers(operands: Operands, pass_: str, reduce: str) -> Iterator[Provider]:
     for precision, config in OURS.items():
-        name = f"qgnn {precision}"
-        yield Provider(name, partial(_our_work, operands, pass_, config), TOLERANCE[precision])
-    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        name = f"torch.sparse csr {precision}"
-        yield Provider(name, partial(_sparse_work, operands, pass_, dtype), TOLERANCE[precision])
-    yield Provider("pyg coo fp32", partial(_scatter_work, operands, pass_), TOLERANCE["fp32"])
+        setup = partial(operands.ours, pass_, reduce, config)
+        yield Provider(f"qgnn {precision}", setup, TOLERANCE[precision])
+    if reduce == "sum":
+        yield Provider("torch.sparse sum fp32", partial(operands.torch_sum, pass_), TOLERANCE["fp32"])
+        yield Provider("torch.sparse csr fp32", partial(operands.torch_mm, pass_, torch.float32), TOLERANCE["fp32"])
+        if operands.x.is_cuda:  # torch multiplies sparse bf16 matrices there only
+            yield Provider(
+                "torch.sparse csr bf16", partial(operands.torch_mm, pass_, torch.bfloat16), TOLERANCE["bf16"]
+            )
+    else:
+        yield Provider("torch.sparse amax fp32", partial(operands.torch_reduce, pass_, "amax"), TOLERANCE["fp32"])
+    # A message an edge takes seconds on a CPU, so there it is measured in the cases that stand for the others.
+    if pass_ != "warm" and (operands.weight is not None or reduce == "max" or operands.x.is_cuda):
+        yield Provider("pyg coo fp32", partial(operands.coo, pass_, reduce), TOLERANCE["fp32"])
+        if pass_ == "forward":
+            scatter_setup = partial(operands.torch_scatter, pass_, reduce)
+            yield Provider("torch_scatter csr fp32", scatter_setup, TOLERANCE["fp32"])
 
 
-def _exact(operands: Operands, pass_: str) -> list[Tensor]:
-    return [torch.sparse.mm(operands.csr(pass_, torch.float64), operands.operand(pass_).double())]
+def _case(operands: Operands, pass_: str, kind: str) -> Case:
+    reduce = "max" if kind == "max" else "sum"
+    providers = list(_providers(operands, pass_, reduce))
+    exact = partial(operands.exact, pass_, reduce)
+    return Case(f"{operands.name}/{kind}", pass_, exact, providers, operands.num_bytes(pass_))
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    for F in setting.shapes(256, 128):
-        for weighted in setting.shapes(True, False):
+    for F in (256, 128):
+        for weighted in (True, False):
             operands = Operands("arxiv", F, weighted, setting)
-            for pass_ in ("forward", "backward"):
-                yield Case(
-                    f"{graph_name('arxiv', setting)}/F{F}/{'weighted' if weighted else 'sum'}",
-                    pass_,
-                    partial(_exact, operands, pass_),
-                    list(_providers(operands, pass_)),
-                    operands.num_bytes(),
-                )
+            for pass_ in ("forward", "backward", "warm"):
+                yield _case(operands, pass_, "weighted" if weighted else "sum")
+    yield _case(operands, "forward", "max")

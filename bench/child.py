@@ -1,0 +1,68 @@
+"""``python -m bench.child LIKE PROVIDER DEVICE OUT [--quick]``: one provider of the suite ``memory``, all by itself.
+
+It writes the fields of :class:`bench.harness.Measured` to OUT, or why the provider is not available here.
+"""
+
+import argparse
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qgnn.cli.measure import PeakMemory
+
+from .clock import make_clock
+from .harness import MIB, UnavailableError, Work, saved_bytes
+from .suites.inputs import Setting
+from .suites.train import problem
+
+NUM_STEPS = 3
+
+
+def measure(work: Work, memory: PeakMemory, base_mib: float, device: torch.device) -> dict[str, Any]:
+    """A few steps of ``work``; its peak counts from ``base_mib``, the level before anything of it was made."""
+    clock = make_clock(device)
+    times_ms = [clock.time(work.run) for _ in range(NUM_STEPS)]
+    peak_mib = memory.mib
+    assert peak_mib is not None
+    assert work.check is not None
+    assert work.forward is not None
+    return {
+        "times_ms": times_ms,
+        "peak_mib": peak_mib - base_mib,
+        "saved_mib": saved_bytes(work.forward) / MIB,
+        "results": work.check(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.child", description=__doc__)
+    for name in ("like", "provider", "device"):
+        parser.add_argument(name)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+
+    device = torch.device(options.device)
+    gcn = problem(options.like, Setting(device, options.quick))
+    (setup,) = (provider.setup for provider in gcn.providers() if provider.name == options.provider)
+    memory = PeakMemory(device)
+    memory.start()
+    base_mib = memory.mib
+    result: dict[str, Any] | str
+    if base_mib is None:
+        result = "this system does not let a process reset its peak of memory"
+    else:
+        try:
+            work = setup()
+            assert isinstance(work, Work)
+            result = measure(work, memory, base_mib, device)
+        except UnavailableError as reason:
+            result = str(reason)
+    torch.save(result, options.out)
+
+
+if __name__ == "__main__":
+    main()

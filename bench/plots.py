@@ -1,0 +1,86 @@
+"""Plots made of records alone: the speed-up over the best rival, and the memory of a training step."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .records import Record
+from .summary import OURS, WHOLE, Line, lines, machines
+
+COLORS = {"quantized": "#1f77b4", "full": "#9ecae1", "peak": "#c6c6c6", "kept": "#525252"}
+
+
+def write(results: Path, folder: Path) -> list[Path]:
+    """PNG files of what was measured on each machine: ``<machine>-steps.png``, ``-primitives.png``, ``-memory.png``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for machine, groups in machines(results).items():
+        speed = [line for line in lines(groups) if line.suite != "memory" and _factors(line)]
+        memory = [record for group in groups if group[0]["suite"] == "memory" for record in group if record["ok"]]
+        plots: dict[str, tuple[Any, Sequence[Any]]] = {
+            "steps": (_draw_speed, [line for line in speed if line.suite in WHOLE]),
+            "primitives": (_draw_speed, [line for line in speed if line.suite not in WHOLE]),
+            "memory": (_draw_memory, memory),
+        }
+        for name, (draw, found) in plots.items():
+            if found:
+                written.append(folder / f"{machine}-{name}.png")
+                _save(draw, found, groups[0][0]["device"], written[-1])
+    return written
+
+
+def _save(draw: Any, found: Sequence[Any], device: str, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.2 + 0.32 * len(found)), layout="constrained")
+    axes = figure.subplots()
+    draw(axes, found, device)
+    axes.set_ylim(len(found) - 0.4, -0.6)  # the first one on top
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    figure.legend(loc="outside lower right", ncols=2, fontsize=7)
+    figure.savefig(path, dpi=150)
+
+
+def _factors(line: Line) -> dict[str, float]:
+    found = {"quantized": line.speedup(line.quantized, line.rival), "full": line.speedup(line.full, line.rival)}
+    return {kind: factor for kind, factor in found.items() if factor is not None}
+
+
+def _draw_speed(axes: Any, found: Sequence[Line], device: str) -> None:
+    """Horizontal bars that start at 1: right of it ours is faster."""
+    offsets = {"quantized": -0.2, "full": 0.2}
+    labels = {"quantized": "qgnn, integer codes", "full": "qgnn, fp32"}
+    drawn = set()
+    for y, line in enumerate(found):
+        for kind, factor in _factors(line).items():
+            label = labels[kind] if kind not in drawn else None
+            drawn.add(kind)
+            axes.barh(y + offsets[kind], factor - 1, 0.38, left=1, color=COLORS[kind], label=label)
+            side = "left" if factor >= 1 else "right"
+            axes.annotate(f"{factor:.2g}x", (factor, y + offsets[kind]), ha=side, va="center", fontsize=6)
+    names = [f"{n.suite} {n.case} {n.pass_}  (1x: {n.rival['provider'] if n.rival else ''})" for n in found]
+    axes.set_yticks(range(len(found)), names, fontsize=7)
+    for y in range(1, len(found)):
+        if found[y].suite != found[y - 1].suite:
+            axes.axhline(y - 0.5, color="lightgray", linewidth=0.6)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axes.margins(x=0.08)
+    axes.set_xlabel("times as fast as the best rival, one in fp32 where there is one", fontsize=8)
+    axes.set_title(f"{device}: speed with quantization included", fontsize=9)
+
+
+def _draw_memory(axes: Any, found: Sequence[Record], device: str) -> None:
+    """What a step takes at its peak, and within it what is kept for the backward pass."""
+    for kind, field, width in (("peak", "peak_mib", 0.7), ("kept", "saved_mib", 0.3)):
+        values = [record[field] for record in found]
+        label = {"peak": "peak of the process, data set excluded", "kept": "kept for the backward pass"}[kind]
+        bars = axes.barh(range(len(found)), values, width, color=COLORS[kind], label=label)
+        axes.bar_label(bars, [f"{value:.0f}" for value in values], padding=3, fontsize=6)
+    axes.set_yticks(range(len(found)), [record["provider"] for record in found], fontsize=7)
+    for tick, record in zip(axes.get_yticklabels(), found, strict=True):
+        tick.set_fontweight("bold" if record["provider"].startswith(OURS) else "normal")
+    axes.set_xlabel("MiB", fontsize=8)
+    axes.set_title(f"{device}: a training step, {found[0]['case']}", fontsize=9)
