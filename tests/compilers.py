@@ -1,9 +1,12 @@
 """A library that compiles in no time, and C compilers with faults."""
 
 import ctypes
+import shlex
 from pathlib import Path
 
 from qgnn.kernels.cpu import build
+
+_REAL = shlex.join(build.compiler())
 
 # *team becomes the number of threads that worked: 1 without OpenMP.
 PROBE = """
@@ -46,7 +49,7 @@ def write_sources(folder: Path) -> Path:
 
 def write_compiler(path: Path, faults: str = "") -> Path:
     """A script that notes each of its calls in ``<path>.log``, runs the shell commands ``faults``, then compiles."""
-    path.write_text(f'#!/bin/sh\necho "$*" >> "$0.log"\n{faults}\nexec cc "$@"\n')
+    path.write_text(f'#!/bin/sh\necho "$*" >> "$0.log"\n{faults}\nexec {_REAL} "$@"\n')
     path.chmod(0o700)
     return path
 

@@ -23,7 +23,7 @@ def gpu_script(out: Path, test: Path, suites: str) -> subprocess.CompletedProces
     """bench/gpu.sh as on a machine without a GPU, with one small test file in place of the kernels' tests."""
     environment = {**os.environ, "PYTHON": sys.executable, "TESTS": str(test), "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"SUITES": suites, "OMP_NUM_THREADS": "1"}  # tiny shapes: threads would only wait for each other
-    command = ["bash", str(ROOT / "bench" / "gpu.sh"), str(out), "300"]
+    command = ["bash", str(ROOT / "bench" / "gpu.sh"), str(out), "1800"]  # seconds: a busy machine must not end it
     return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
 
 

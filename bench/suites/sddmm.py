@@ -38,8 +38,8 @@ class Operands:
     def ours(self, pass_: str, config: qgnn.QConfig | None) -> Work:
         prepared = qgnn.Graph.from_edge_index(self.edge_index, self.num_nodes)
         are_codes = pass_ == "warm" and config is not None
-        rows = [functional.quantize(x, config) if are_codes else x for x in (self.x_source, self.x_target)]
-        return Work(lambda: functional.sddmm(prepared, *rows, op=self.op, config=config))
+        source, target = (functional.quantize(x, config) if are_codes else x for x in (self.x_source, self.x_target))
+        return Work(lambda: functional.sddmm(prepared, source, target, self.op, config=config))
 
     def gather(self) -> Work:
         return Work(lambda: _gather(self.op, self.edge_index, self.x_source, self.x_target))

@@ -50,11 +50,17 @@ def _route(x_q: Tensor, w_q: Tensor) -> str:
     return _INT_MM if has_vnni() and is_large else _MM
 
 
+def _dw_route(g_scale: Tensor, x_q: Tensor, x_scale: Tensor) -> str:
+    """Which product runs. Zeros are skipped where they stand for zeros: a NaN or an inf times a zero is a NaN."""
+    is_finite = torch.isfinite(128 * (g_scale * x_scale).float()).all()
+    return _NONZEROS if is_finite and _mostly_zero(x_q) else _MM
+
+
 # What a trace shows of the product, by function and operands.
 ENGINES: dict[str, Callable[..., str]] = {
     "matmul": lambda x_q, _, w_q, *__: _route(x_q, w_q),
     "matmul_requantize": lambda x_q, _, w_q, *__: _route(x_q, w_q),
-    "matmul_dw": lambda g_q, _, x_q, *__: _NONZEROS if _mostly_zero(x_q) else _MM,
+    "matmul_dw": lambda _, g_scale, x_q, x_scale: _dw_route(g_scale, x_q, x_scale),
 }
 
 
@@ -184,7 +190,7 @@ def matmul_dw(g_q: Tensor, g_scale: Tensor, x_q: Tensor, x_scale: Tensor) -> Ten
         return out
     g_q, x_q = rows_of(g_q, torch.int8), rows_of(x_q, torch.int8)
     factor = (g_scale * x_scale).float().expand(N).contiguous()
-    if _mostly_zero(x_q):
+    if _dw_route(g_scale, x_q, x_scale) == _NONZEROS:
         partial, found, scaled = torch.zeros((_PARTS, K, M)), empty((_PARTS, K), torch.int32), empty((_PARTS, M))
         operands = (partial, found, scaled, g_q, factor, x_q, N, M, K, g_q.stride(0), x_q.stride(0), _PARTS)
         launch("qgnn_matmul_dw_nonzeros", *operands)

@@ -7,7 +7,20 @@ from qgnn.ops.blocks import blocks_pack, blocks_unpack
 from qgnn.ops.graph_linear import graph_linear
 from qgnn.ops.matmul import matmul
 from qgnn.ops.quantize import quantize
+from qgnn.ops.sddmm import sddmm
+from qgnn.ops.softmax import attention_scores, softmax
 from qgnn.ops.spmm import spmm
 from qgnn.ops.spmm_extremum import spmm_extremum
 
-__all__ = ["blocks_pack", "blocks_unpack", "graph_linear", "matmul", "quantize", "spmm", "spmm_extremum"]
+__all__ = [
+    "attention_scores",
+    "blocks_pack",
+    "blocks_unpack",
+    "graph_linear",
+    "matmul",
+    "quantize",
+    "sddmm",
+    "softmax",
+    "spmm",
+    "spmm_extremum",
+]

@@ -32,13 +32,26 @@ _HOMES = {
     "spmm_extremum": "spmm",
     "spmm_extremum_dx": "spmm",
     "sddmm": "sddmm",
+    "softmax": "softmax",
+    "softmax_backward": "softmax",
+    "attention_scores": "softmax",
+    "attention_scores_backward": "softmax",
     "blocks_pack": "blocks",
     "blocks_unpack": "blocks",
 }
 _ROUNDS = {"quantize", "matmul_requantize", "spmm_requantize", "blocks_pack", "blocks_unpack"}
 _CODES = (torch.int8, torch.uint8)
 # Primitives that have no Triton kernel yet: their reference function runs on CUDA tensors as well.
-_WITHOUT_TRITON = {"blocks_pack", "blocks_unpack", "spmm_extremum", "spmm_extremum_dx"}
+_WITHOUT_TRITON = {
+    "attention_scores",
+    "attention_scores_backward",
+    "blocks_pack",
+    "blocks_unpack",
+    "softmax",
+    "softmax_backward",
+    "spmm_extremum",
+    "spmm_extremum_dx",
+}
 
 
 class Backend:

@@ -162,7 +162,8 @@ def _sddmm_backward(
         if needs_dsource:
             d_source = backend.call("spmm", "spmm.backward", indptr_t, order_t, grad)
         return fresh(grad, (d_target, d_source))
-    weight = grad.view(-1, heads) if grad.dtype == torch.float64 else grad.float().view(-1, heads)
+    weight = grad.reshape(index.shape[0], heads)
+    weight = weight if weight.dtype == torch.float64 else weight.float()
     common = (heads, bits, grad.dtype)
     if needs_dtarget and x_source is not None:
         d_target = _sum_of_rows(backend, indptr, index, x_source, source_scale, weight, *common)
@@ -177,5 +178,58 @@ sddmm_backward = define(
     _sddmm_backward,
     "(Tensor grad, Tensor? x_target, Tensor? target_scale, Tensor? x_source, Tensor? source_scale, Tensor indptr,"
     " Tensor index, Tensor indptr_t, Tensor index_t, Tensor order_t, int bits, str op, int heads, bool needs_dtarget,"
-    " bool needs_dsource, int width) -> (Tensor, Tensor)",
+    " bool needs_dsource) -> (Tensor, Tensor)",
 )
+
+
+@sddmm_backward.register_fake
+def _(
+    grad: Tensor,
+    x_target: Tensor | None,
+    target_scale: Tensor | None,
+    x_source: Tensor | None,
+    source_scale: Tensor | None,
+    indptr: Tensor,
+    index: Tensor,
+    indptr_t: Tensor,
+    index_t: Tensor,
+    order_t: Tensor,
+    bits: int,
+    op: str,
+    heads: int,
+    needs_dtarget: bool,
+    needs_dsource: bool,
+) -> tuple[Tensor, ...]:
+    def rows(needed: bool, pointer: Tensor, other: Tensor | None) -> Tensor | None:
+        like = grad if op == "add" else other
+        return grad.new_empty((pointer.shape[0] - 1, like.shape[1])) if needed and like is not None else None
+
+    return fresh(grad, (rows(needs_dtarget, indptr, x_source), rows(needs_dsource, indptr_t, x_target)))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x_target, target_scale, x_source, source_scale, *graph, _, bits, _, op, heads, keep_codes = inputs
+    kept = output[1:]
+    ctx.mark_non_differentiable(*kept)
+    ctx.set_materialize_grads(False)
+    target: tuple[Any, ...] = (x_target, target_scale)
+    source: tuple[Any, ...] = (x_source, source_scale)
+    if bits and keep_codes:
+        target = target if target_scale is not None else kept[:2]
+        source = source if source_scale is not None else kept[2:]
+    # The gradient of one side is made of the other's rows.
+    saves_target, saves_source = (op == "dot" and x.requires_grad for x in (x_source, x_target))
+    saved = (*(target if saves_target else (None, None)), *(source if saves_source else (None, None)))
+    ctx.save_for_backward(*saved, *graph)
+    ctx.options = (bits, op, heads)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if grad is None:
+        return (None,) * 15
+    needs_dtarget, _, needs_dsource = ctx.needs_input_grad[:3]
+    d_target, d_source = sddmm_backward(grad, *ctx.saved_tensors, *ctx.options, needs_dtarget, needs_dsource)
+    return (d_target if needs_dtarget else None, None, d_source if needs_dsource else None, *(None,) * 12)
+
+
+sddmm.register_autograd(_backward, setup_context=_setup_context)

@@ -96,6 +96,7 @@ def _block_codes(above_low: Tensor, inverse: Tensor, bits16: Tensor | None) -> T
     """uint8 codes of values that are not negative; 0 where ``inverse`` is."""
     steps = (above_low * (inverse * 65536.0)).to(torch.int32)
     steps += _NEAREST if bits16 is None else bits16
+    # The mask is for NaN: which integer it becomes depends on the machine.
     return steps.bitwise_right_shift_(16).masked_fill_(inverse == 0, 0).to(torch.uint8)
 
 

@@ -1,5 +1,7 @@
 """The C sums and extrema of neighbor rows against exact sums, and against the reference where results are codes."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -171,6 +173,29 @@ def test_a_hub_is_summed_within_its_error_bound(is_int8: bool, threads: int) -> 
     indptr, index = hub_graph(20_000, 500, 300)
     x, options = random_operands(indptr, index, 500, 130, is_int8)
     assert_sums(indptr, index, x, **options)
+
+
+_AT_THE_END_OF_A_PAGE = """
+import ctypes, mmap, torch
+from qgnn.kernels.cpu.spmm import spmm
+page = mmap.PAGESIZE
+memory = mmap.mmap(-1, 2 * page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+buffer = torch.frombuffer(memory, dtype=torch.uint8)
+forbidden = ctypes.c_void_p(buffer.data_ptr() + page)
+assert ctypes.CDLL(None).mprotect(forbidden, ctypes.c_size_t(page), 0) == 0
+indptr, index = torch.tensor([0, 1, 6]), torch.tensor([2, 2, 1, 2, 0, 2])
+for dtype, size in ((torch.int8, 1), (torch.float32, 4)):
+    for width in (1, 7, 9, 33, 40, 75):
+        x = buffer[page - 3 * width * size : page].view(dtype).view(3, width).fill_(2)
+        assert torch.equal(spmm(indptr, index, x), torch.tensor([[2.0], [10.0]]).expand(2, width))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="protects a page of memory by a call of Linux")
+def test_nothing_behind_the_last_row_is_read() -> None:
+    """In a process of its own: a read of the page that follows would end it."""
+    result = subprocess.run([sys.executable, "-c", _AT_THE_END_OF_A_PAGE], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,0 +1,69 @@
+"""Softmax over edges in float64, row by row with torch's own functions, and the error bounds of fp32 results."""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import leaky_relu
+
+from statistics_checks import EPS
+
+SLOPE = 0.2
+TINY = 2.0**-149  # a step of fp32's denormals
+
+
+def rows_of(indptr: Tensor) -> Iterator[slice]:
+    """The edges of each row that has some."""
+    return (slice(start, stop) for start, stop in pairwise(indptr.tolist()) if start < stop)
+
+
+def by_row(indptr: Tensor, values: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """``function`` of each row's values, stacked again."""
+    rows = [function(values[edges]).expand_as(values[edges]) for edges in rows_of(indptr)]
+    return torch.cat(rows) if rows else values
+
+
+def exact_softmax(indptr: Tensor, scores: Tensor) -> Tensor:
+    return by_row(indptr, scores.double(), lambda row: row.softmax(0))
+
+
+def edge_scores(indptr: Tensor, index: Tensor, score_target: Tensor, score_source: Tensor) -> Tensor:
+    """What attention takes the softmax of, in float64."""
+    target = torch.repeat_interleave(indptr.diff().long())
+    return leaky_relu(score_target.double()[target] + score_source.double()[index.long()], SLOPE)
+
+
+def degrees(indptr: Tensor) -> Tensor:
+    """The number of edges in each edge's row, [E, 1]."""
+    degree = indptr.diff().long()
+    return torch.repeat_interleave(degree, degree).double()[:, None]
+
+
+def softmax_bound(indptr: Tensor, scores: Tensor, *, score_roundings: int = 0) -> Tensor:
+    """Largest error of an fp32 softmax of float64 ``scores``.
+
+    With d the distance to the row's largest score, exp(d) is off by a relative |d| eps from rounding d and by 2 eps of
+    its own; that goes for the result and, at most, for the sum. Then n - 1 additions, the reciprocal and the product.
+    Scores that were rounded themselves add as many times |score| eps, twice. Denormals are off by a step.
+    """
+    distance = by_row(indptr, scores, lambda row: row.max(0).values - row.min(0).values)
+    size = by_row(indptr, scores, lambda row: row.abs().max(0).values)
+    roundings = 2 * distance + 2 * score_roundings * size + degrees(indptr) + 8
+    return 1.01 * EPS * roundings * exact_softmax(indptr, scores) + 2 * TINY
+
+
+def row_sums(indptr: Tensor, values: Tensor) -> Tensor:
+    """[E, H] -> [N, H]."""
+    total = values.new_zeros(len(indptr) - 1, values.shape[1])
+    return total.index_add(0, torch.repeat_interleave(indptr.diff().long()), values)
+
+
+def exact_backward(indptr: Tensor, out: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of the scores, and its bound: n products and n - 1 additions, a difference, a product and one more
+    factor, the slope of a leaky ReLU."""
+    out, grad = out.double(), grad.double()
+    mean = by_row(indptr, out * grad, lambda row: row.sum(0))
+    size = by_row(indptr, (out * grad).abs(), lambda row: row.sum(0))
+    bound = out * ((degrees(indptr) + 4) * size + 4 * grad.abs())
+    return out * (grad - mean), 1.01 * EPS * bound + 2 * TINY
