@@ -56,6 +56,23 @@ def _sort_by(row: Tensor, index: Tensor, num_rows: int) -> Adjacency:
     return Adjacency(indptr.to(row.dtype), index.index_select(0, order), order.to(row.dtype))
 
 
+class _Permutation(torch.autograd.Function):
+    """Rows in another order. Its gradient is the opposite permutation, a gather, where torch would add at indices."""
+
+    @staticmethod
+    def forward(values: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        return values.index_select(0, order)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        order, inverse = ctx.saved_tensors
+        return _Permutation.apply(grad, inverse, order), None, None
+
+
 class Graph:
     """Edges of a graph from sources to targets, ready for aggregation.
 
@@ -174,9 +191,25 @@ class Graph:
             self._shared["mean_factor"] = self.in_degree.clamp_min(1).float().reciprocal()
         return self._shared["mean_factor"]
 
+    @property
+    def given_order(self) -> Tensor:
+        """Where each given edge stands in CSR order: the inverse of ``csr.order``, ``[E]``."""
+        if "given_order" not in self._shared:
+            position = torch.arange(self.num_edges, dtype=self.csr.order.dtype, device=self.device)
+            self._shared["given_order"] = torch.empty_like(position).index_copy(0, self.csr.order.long(), position)
+        return self._shared["given_order"]
+
     def to_csr_order(self, edge_values: Tensor) -> Tensor:
         """Values of the given edges, in CSR order (differentiable)."""
-        return edge_values.index_select(0, self.csr.order)
+        if torch.compiler.is_compiling() or not (edge_values.requires_grad and torch.is_grad_enabled()):
+            return edge_values.index_select(0, self.csr.order)
+        return _Permutation.apply(edge_values, self.csr.order, self.given_order)
+
+    def to_given_order(self, edge_values: Tensor) -> Tensor:
+        """Values of edges in CSR order, in the order in which the edges were given (differentiable)."""
+        if torch.compiler.is_compiling():
+            return edge_values.index_select(0, self.given_order)
+        return _Permutation.apply(edge_values, self.given_order, self.csr.order)
 
     def with_weight(self, weight: Tensor | None) -> Graph:
         """The same edges with other weights, in CSR order."""

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs import GRAPHS
-from qgnn import Graph, QConfig, functional, reference, rng
+from qgnn import Graph, QConfig, functional, ops, reference, rng
 
 NEAREST = QConfig(rounding="nearest")
 K, M = 12, 5
@@ -73,10 +73,16 @@ def test_every_operator_has_a_fake() -> None:
         x, theta, bias, weight = fakes
         codes = functional.quantize(x, config)
         assert codes.codes.shape == x.shape
+        packed = ops.blocks_pack(x.detach(), None, 2, 64, torch.float32)
+        assert ops.blocks_unpack(*packed, 2, x.numel(), torch.float32).shape == (x.numel(),)
         for out in (
             functional.linear(x, theta, bias, config=config),
             functional.spmm(graph, x, weight, config=config),
+            functional.spmm(graph, x, weight, "max", config=config),
             functional.graph_linear(graph, x, theta, bias, weight, config=config),
+            functional.sddmm(graph, x, x, config=config),
+            functional.edge_softmax(graph, weight),
+            functional.attention_weights(graph, x, x),
         ):
             grads = torch.autograd.grad(out.sum(), fakes, allow_unused=True)
             assert all(g is None or (g.shape, g.dtype) == (t.shape, t.dtype) for g, t in zip(grads, fakes, strict=True))

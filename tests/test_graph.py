@@ -342,3 +342,19 @@ def test_graph_copies(way: str, uses_csc: bool, device: str) -> None:
         assert torch.equal(ours, theirs.cpu())
     assert other.device.type == (device if way == "to" else "cpu")
     assert repr(other) == repr(graph)
+
+
+def test_orders_of_edges_are_inverse_and_differentiable() -> None:
+    edge_index = GRAPHS["power_law"][0]
+    graph = Graph.from_edge_index(edge_index, 160)
+    values = torch.randn(700, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(graph.to_given_order(graph.edge_index().t()), edge_index.t())
+    assert torch.equal(graph.to_csr_order(edge_index.t()), graph.edge_index().t())
+    assert torch.equal(graph.to_given_order(graph.to_csr_order(values)), values)
+    upstream = torch.randn_like(values)
+    for moved, back in ((graph.to_csr_order, graph.to_given_order), (graph.to_given_order, graph.to_csr_order)):
+        (grad,) = torch.autograd.grad(moved(values), values, upstream)
+        assert torch.equal(grad, back(upstream))
+        few = Graph.from_edge_index(edge_index[:, :9], 160)
+        move = few.to_csr_order if moved == graph.to_csr_order else few.to_given_order
+        assert torch.autograd.gradgradcheck(move, values.detach()[:9].requires_grad_())

@@ -111,6 +111,7 @@ EXPORT void qgnn_matmul_nonzeros(
     float *product, int32_t *found, const int8_t *codes, const float *w_t, int64_t R, int64_t K, int64_t M,
     int64_t stride_codes, int64_t parts, int64_t threads
 ) {
+    threads = useful_threads(R * K, threads);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
     for (int64_t part = 0; part < parts; part++)
         for (int64_t r = R * part / parts; r < R * (part + 1) / parts; r++) {
@@ -131,6 +132,7 @@ EXPORT void qgnn_matmul_dw_nonzeros(
     float *partial, int32_t *found, float *scaled, const int8_t *g, const float *factor, const int8_t *x, int64_t N,
     int64_t M, int64_t K, int64_t stride_g, int64_t stride_x, int64_t parts, int64_t threads
 ) {
+    threads = useful_threads(N * K, threads);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
     for (int64_t part = 0; part < parts; part++)
         for (int64_t n = N * part / parts; n < N * (part + 1) / parts; n++) {

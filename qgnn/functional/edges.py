@@ -83,7 +83,7 @@ def sddmm(
         learns and config is not None and config.save == "int8",
     )
     out = out.view(graph.num_edges, *(shape if op == "add" else shape[:-1]))
-    return _in_given_order(graph, out.to(x_source.dtype))
+    return graph.to_given_order(out.to(x_source.dtype))
 
 
 def edge_softmax(graph: Any, scores: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def edge_softmax(graph: Any, scores: Tensor) -> Tensor:
         )
     check_device("edge_softmax", "scores", scores, graph.device)
     by_head = graph.to_csr_order(scores if scores.dim() == 2 else scores.unsqueeze(1))
-    return _in_given_order(graph, ops.softmax(by_head, graph.csr.indptr).view(scores.shape))
+    return graph.to_given_order(ops.softmax(by_head, graph.csr.indptr).view(scores.shape))
 
 
 def attention_weights(graph: Any, score_source: Tensor, score_target: Tensor, negative_slope: float = 0.2) -> Tensor:
@@ -161,7 +161,7 @@ def attention_weights(graph: Any, score_source: Tensor, score_target: Tensor, ne
     check_device("attention_weights", "score_target", score_target, graph.device)
     indptr, index, indptr_t, _, order_t = structure(graph, score_source, score_target)
     weights = ops.attention_scores(score_target, score_source, indptr, index, indptr_t, order_t, float(negative_slope))
-    return _in_given_order(graph, weights)
+    return graph.to_given_order(weights)
 
 
 def _check_rows(x_source: Tensor | QTensor, x_target: Tensor | QTensor) -> None:
@@ -209,8 +209,3 @@ def _graph_of_edges(edges: Any) -> Graph:
         return int(edge_index.max()) + 1 if edge_index.numel() else 0
 
     return as_graph(edges, cached(identity(edges, weights=False), "num_nodes", count))
-
-
-def _in_given_order(graph: Graph, values: Tensor) -> Tensor:
-    """Values of edges in CSR order, in the order in which the edges were given."""
-    return values.new_empty(values.shape).index_copy(0, graph.csr.order.long(), values)

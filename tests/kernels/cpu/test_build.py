@@ -215,7 +215,7 @@ def start(place: Place, **variables: str) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> tuple[Path, bool]:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     path, exists = json.loads(out)
     return Path(path), exists
@@ -238,7 +238,7 @@ def test_two_processes_compile_at_once(place: Place, compiler: Callable[..., Pat
 def test_two_threads_compile_at_once(place: Place, compiler: Callable[..., Path]) -> None:
     script = compiler(MEETING)
     with ThreadPoolExecutor(2) as pool:
-        libraries = [future.result(timeout=120) for future in [pool.submit(build.load), pool.submit(build.load)]]
+        libraries = [future.result(timeout=300) for future in [pool.submit(build.load), pool.submit(build.load)]]
     assert calls(script) == 2
     assert {Path(library._name) for library in libraries} == set(place.cache.iterdir())
 

@@ -61,6 +61,17 @@ def _refusing(error: int) -> Callable[[Place, pytest.MonkeyPatch], None]:
     return prepare
 
 
+def _full(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = Path.replace
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.parent == place.cache:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", refuse)
+
+
 def _without_execution(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a mount with the option noexec."""
     load = ctypes.CDLL
@@ -82,7 +93,7 @@ UNUSABLE = {
     "no home": _without_home,
     "read-only": _refusing(errno.EROFS),
     "not allowed": _refusing(errno.EACCES),
-    "full": _refusing(errno.ENOSPC),
+    "full": _full,
     "noexec": _without_execution,
 }
 WITH_LIBRARY = ("writable by the group", "writable by all", "of another user", "noexec")
@@ -103,6 +114,7 @@ def test_an_unusable_cache_folder_gives_way_to_a_temporary_one(
     assert stat.S_IMODE(folder_of(library).stat().st_mode) == 0o700
     assert calls(script) == 1
     assert team(library) >= 1
+    assert list(place.root.glob("cache/.building-*")) == []
 
 
 def test_a_machine_without_any_folder(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
