@@ -98,7 +98,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _ms(record: Record | None) -> str:
     if record is None:
         return ""
-    return f"{record['median_ms']:.3g}" if record["ok"] else "failed"
+    if not record["ok"]:
+        return "failed"
+    return f"{record['median_ms']:.0f}" if record["median_ms"] >= 100 else f"{record['median_ms']:.3g}"
 
 
 def _times(factor: float | None) -> str:

@@ -65,6 +65,7 @@ INLINE void keep_larger(
     float *restrict best, int32_t *restrict best_edge, const char *restrict row, float factor, int32_t edge,
     const int width, const int is_codes
 ) {
+#pragma GCC unroll 1 /* gcc unrolls a short loop before it has turned it into vectors, and then cannot */
     for (int k = 0; k < width; k++) {
         const float value = factor * value_at(row, k, is_codes), old = best[k];
         const int take = !(value <= old) & (old == old);
