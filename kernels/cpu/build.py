@@ -18,6 +18,7 @@ import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -28,6 +29,8 @@ FLAGS = (
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter"),  # the last two: without OpenMP
 )
+if sys.platform == "linux":  # a compiler may know OpenMP and lack its library: elsewhere linkers refuse that anyway
+    FLAGS += ("-Wl,--no-undefined",)
 # Tried in this order: a compiler may lack OpenMP (one thread then), or know no native architecture.
 VARIANTS = (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())
 TIMEOUT_S = 300  # some 10 s of work, which many processes may start at once

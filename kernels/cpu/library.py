@@ -30,6 +30,12 @@ def _after_fork_in_child() -> None:
     _is_forked = True
 
 
+def work_alone() -> None:
+    """As after a fork: the process was forked, and torch's threads lost, before this module was imported."""
+    global _is_forked
+    _is_forked = True
+
+
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_after_fork_in_child)
 

@@ -27,6 +27,7 @@ _EXACT_TERMS = 1024
 _PARTS = 16  # of rows, for threads to share and to add up in order, whatever the number of threads
 _SAMPLE_ROWS, _MAX_DENSITY = 1024, 0.1
 _NONZEROS, _INT_MM, _MM = "nonzeros", "torch._int_mm", "torch.mm(fp32)"
+_SMALL = 1 << 20  # values whose memory is nobody's concern
 _MIN_INTEGER_WORK = 1 << 22  # products below which converting codes costs less than the integer product's setup
 
 
@@ -50,8 +51,12 @@ def _route(x_q: Tensor, w_q: Tensor) -> str:
     return _INT_MM if has_vnni() and is_large else _MM
 
 
-def _dw_route(g_scale: Tensor, x_q: Tensor, x_scale: Tensor) -> str:
-    """Which product runs. Zeros are skipped where they stand for zeros: a NaN or an inf times a zero is a NaN."""
+def _dw_route(g_q: Tensor, g_scale: Tensor, x_q: Tensor, x_scale: Tensor) -> str:
+    """Which product runs. Zeros are skipped where they stand for zeros: a NaN or an inf times a zero is a NaN. The
+    parts' own sums must not take more memory than the operands do."""
+    (N, M), K = g_q.shape, x_q.shape[1]
+    if max(N * (K + M), _SMALL) < _PARTS * K * M:
+        return _MM
     is_finite = torch.isfinite(128 * (g_scale * x_scale).float()).all()
     return _NONZEROS if is_finite and _mostly_zero(x_q) else _MM
 
@@ -60,7 +65,7 @@ def _dw_route(g_scale: Tensor, x_q: Tensor, x_scale: Tensor) -> str:
 ENGINES: dict[str, Callable[..., str]] = {
     "matmul": lambda x_q, _, w_q, *__: _route(x_q, w_q),
     "matmul_requantize": lambda x_q, _, w_q, *__: _route(x_q, w_q),
-    "matmul_dw": lambda _, g_scale, x_q, x_scale: _dw_route(g_scale, x_q, x_scale),
+    "matmul_dw": _dw_route,
 }
 
 
@@ -190,7 +195,7 @@ def matmul_dw(g_q: Tensor, g_scale: Tensor, x_q: Tensor, x_scale: Tensor) -> Ten
         return out
     g_q, x_q = rows_of(g_q, torch.int8), rows_of(x_q, torch.int8)
     factor = (g_scale * x_scale).float().expand(N).contiguous()
-    if _dw_route(g_scale, x_q, x_scale) == _NONZEROS:
+    if _dw_route(g_q, g_scale, x_q, x_scale) == _NONZEROS:
         partial, found, scaled = torch.zeros((_PARTS, K, M)), empty((_PARTS, K), torch.int32), empty((_PARTS, M))
         operands = (partial, found, scaled, g_q, factor, x_q, N, M, K, g_q.stride(0), x_q.stride(0), _PARTS)
         launch("qgnn_matmul_dw_nonzeros", *operands)

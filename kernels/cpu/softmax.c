@@ -114,20 +114,26 @@ INLINE void softmax_rows(const softmax_job *job, int64_t threads, const int wide
     }
 }
 
+/* Common numbers of heads get code of their own; with 64-bit indices it is not worth the time of the compiler. */
 INLINE void softmax_heads(const softmax_job *job, int64_t H, int64_t threads, const int wide) {
-    if (H == 1) softmax_rows(job, threads, wide, 1);
-    else if (H == 2) softmax_rows(job, threads, wide, 2);
-    else if (H == 4) softmax_rows(job, threads, wide, 4);
-    else if (H == 8) softmax_rows(job, threads, wide, 8);
+    if (!wide && H == 1) softmax_rows(job, threads, wide, 1);
+    else if (!wide && H == 2) softmax_rows(job, threads, wide, 2);
+    else if (!wide && H == 4) softmax_rows(job, threads, wide, 4);
+    else if (!wide && H == 8) softmax_rows(job, threads, wide, 8);
     else softmax_rows(job, threads, wide, H);
+}
+
+/* One function for both exports: it is the bulk of the code of this file. */
+static void softmax_all(const softmax_job *job, int64_t H, int64_t index_bytes, int64_t threads) {
+    if (index_bytes == 8) softmax_heads(job, H, threads, 1);
+    else softmax_heads(job, H, threads, 0);
 }
 
 EXPORT void qgnn_softmax_rows(
     float *out, const void *indptr, int64_t index_bytes, const float *score, int64_t N, int64_t H, int64_t threads
 ) {
     const softmax_job job = {.out = out, .indptr = indptr, .score = score, .N = N};
-    if (index_bytes == 8) softmax_heads(&job, H, threads, 1);
-    else softmax_heads(&job, H, threads, 0);
+    softmax_all(&job, H, index_bytes, threads);
 }
 
 EXPORT void qgnn_softmax_attention(
@@ -135,8 +141,7 @@ EXPORT void qgnn_softmax_attention(
     const float *score_source, float slope, int64_t N, int64_t H, int64_t threads
 ) {
     const softmax_job job = {out, indptr, NULL, index, score_target, score_source, slope, N};
-    if (index_bytes == 8) softmax_heads(&job, H, threads, 1);
-    else softmax_heads(&job, H, threads, 0);
+    softmax_all(&job, H, index_bytes, threads);
 }
 
 /* ---- gradients ---- */
@@ -201,9 +206,9 @@ INLINE void gradient_rows(
 INLINE void gradient_heads(
     const gradient_job *job, int64_t H, int64_t threads, const int wide, const int is_attention
 ) {
-    if (H == 1) gradient_rows(job, threads, 1, wide, is_attention);
-    else if (H == 4) gradient_rows(job, threads, 4, wide, is_attention);
-    else if (H == 8) gradient_rows(job, threads, 8, wide, is_attention);
+    if (!wide && H == 1) gradient_rows(job, threads, 1, wide, is_attention);
+    else if (!wide && H == 4) gradient_rows(job, threads, 4, wide, is_attention);
+    else if (!wide && H == 8) gradient_rows(job, threads, 8, wide, is_attention);
     else gradient_rows(job, threads, H, wide, is_attention);
 }
 

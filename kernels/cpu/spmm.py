@@ -102,14 +102,15 @@ def spmm_extremum(
     """Element-wise maximum or minimum of neighbor rows ``[N, F]``, and the edge that each comes from."""
     N, F = indptr.numel() - 1, x.shape[1]
     out_dtype = x.dtype if x.is_floating_point() else torch.float32
+    arg_dtype = index.dtype
+    indptr, index = _graph(indptr, index)
     out, arg = empty((N, F)), empty((N, F), index.dtype)
     if out.numel() == 0:
-        return out.to(out_dtype), arg
-    indptr, index = _graph(indptr, index)
+        return out.to(out_dtype), arg.to(arg_dtype)
     rows, x_scale = _rows(x), _floats(x_scale)
     operands = (rows, _floats(weight), x_scale, largest)
     launch("qgnn_spmm_extremum", out, arg, indptr, index, *operands, *_sizes(indptr, index, rows, x_scale))
-    return out.to(out_dtype), arg
+    return out.to(out_dtype), arg.to(arg_dtype)
 
 
 def spmm_extremum_dx(

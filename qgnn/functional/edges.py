@@ -93,8 +93,8 @@ def edge_softmax(graph: Any, scores: Tensor) -> Tensor:
     of a target and head makes all its results NaN, as in :func:`torch.softmax`.
 
     Args:
-        graph: Edges. For edges without a number of nodes it is that of the largest node; a :class:`qgnn.Graph` spares
-            the search.
+        graph: Edges. What does not tell its number of nodes is searched for the largest one; a :class:`qgnn.Graph`
+            spares that, and is what a compiled function needs.
         scores: One score an edge, or one an edge and head, in the order of the given edges.
 
     Shapes:

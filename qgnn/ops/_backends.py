@@ -6,6 +6,7 @@ Each set offers the functions of ``qgnn.reference`` under the same names and sig
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -20,6 +21,8 @@ from qgnn import reference, trace
 # Streams of one seed: no two roundings of an op call share random bits.
 STREAM_INPUT, STREAM_WEIGHT, STREAM_HIDDEN = 0, 1, 2
 STREAM_GRAD, STREAM_WEIGHT_T, STREAM_GRAD_HIDDEN = 3, 4, 5
+
+_PROCESS = os.getpid()  # a fork between here and the first call of a native kernel has to be noticed
 
 # The primitives, and the file of kernels/ and kernels/cpu/ that each lives in.
 _HOMES = {
@@ -145,6 +148,8 @@ def c_kernels() -> tuple[bool, str]:
     """Whether the native kernels can be used, and where their library is, or why not."""
     from qgnn.kernels.cpu import library
 
+    if os.getpid() != _PROCESS:
+        library.work_alone()
     reason = library.unavailable()
     return (True, str(library.path())) if reason is None else (False, reason)
 

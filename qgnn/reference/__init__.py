@@ -1,7 +1,7 @@
 """Every primitive as one plain PyTorch function.
 
 These functions define what the primitives compute: kernels are compared with them, bit for bit where a result is an
-integer or a rounded code. They are also the path of machines without a GPU, so they walk over large inputs in chunks
+integer or a rounded code. They are also the path where there is no kernel, so they walk over large inputs in chunks
 that stay in cache, but contain no other trick. None of them carries gradients: ``qgnn.ops`` adds those.
 
 Quantized pairs obey ``x = x_q * x_scale``. A seed is an int64 tensor of shape ``[1]``; ``None`` rounds to nearest.

@@ -158,6 +158,13 @@ def test_a_compiler_may_lack_options(place: Place, compiler: Callable[..., Path]
     assert calls(script) == tried  # what failed once is not tried again by each process
 
 
+def test_a_compiler_may_know_openmp_and_lack_its_library(place: Place) -> None:
+    missing = "#ifdef _OPENMP\nvoid missing(void);\nEXPORT void qgnn_probe_missing(void) { missing(); }\n#endif\n"
+    with (place.sources / "probe.c").open("a") as file:
+        file.write(missing)
+    assert team(build.load()) == 1
+
+
 def test_a_compiler_that_hangs_is_given_up(
     place: Place, compiler: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

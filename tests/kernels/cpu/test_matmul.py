@@ -285,9 +285,9 @@ def test_dw_shows_a_poisoned_scale(density: float, poison: float, which: str) ->
 
 @pytest.mark.parametrize("density", [0.02, 1.0])
 def test_threads_change_nothing(threads: int, density: float) -> None:
-    """Each operand gives two threads work; sums of floats over rows are those of one thread where they are native."""
-    operands = operands_of(700, 70, 90, density)
-    g = (random_codes(700, 90, "cpu"), random_scales(700, "cpu"))
+    """Enough rows that both threads are at work at once; native sums of floats over rows are those of one thread."""
+    operands = operands_of(20_000, 70, 90, density)
+    g = (random_codes(20_000, 90, "cpu"), random_scales(20_000, "cpu"))
     assert_equal(matmul(*operands), reference.matmul(*operands))
     seed = rng.make_seed(3)
     assert_equal(matmul_requantize(*operands, seed=seed), reference.matmul_requantize(*operands, seed=seed))
