@@ -155,6 +155,7 @@ def test_attention_scores_are_the_softmax_of_leaky_sums(name: str) -> None:
     scores = edge_scores(*csr(graph), target, source)
     out = reference.attention_scores(*csr(graph), target, source, negative_slope=SLOPE)
     exact = exact_softmax(graph.csr.indptr, scores)
+    # Three roundings of a score: the sum of its two parts, the slope as an fp32 number, and their product.
     assert_within(out, exact, softmax_bound(graph.csr.indptr, scores, score_roundings=3))
 
 

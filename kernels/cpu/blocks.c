@@ -13,18 +13,6 @@ enum { MAX_BLOCK = 1 << 16 };
 
 enum { METADATA_FP32, METADATA_BF16, METADATA_FP16 };
 
-INLINE uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
-
-INLINE float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
 /* The largest number of the type that is not above `value`, or -INFINITY. */
 INLINE float round_down(float value, int64_t type) {
     if (type == METADATA_FP32 || !isfinite(value)) return value;

@@ -23,6 +23,20 @@ INLINE int64_t load_index(const void *index, int64_t i, const int wide) {
     return wide ? ((const int64_t *)index)[i] : ((const int32_t *)index)[i];
 }
 
+/* ---- the bits of a float ---- */
+
+INLINE uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+INLINE float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
 /* ---- threads ---- */
 
 enum { WORK_PER_THREAD = 1 << 14, PARTS_PER_THREAD = 16 };

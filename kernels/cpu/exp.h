@@ -4,12 +4,6 @@
 
 #include "common.h"
 
-INLINE float float_of_bits(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-
 /* e^x in fp32. With x = n ln 2 + r, |r| <= ln 2 / 2, it is p(r) * 2^n: p from Cephes' expf, of degree 7.
  *
  * At most 1 ulp away, and exact at 0; where the result is denormal, at most one step of denormals away. Like expf,
@@ -29,10 +23,8 @@ INLINE float exp_fp32(float x) {
     p = p * r + 5.0000001201e-1f;
     p = (p * (r * r) + r) + 1.0f;
     /* 2^n in two factors, as neither 2^128 nor 2^-150 is a normal number. */
-    uint32_t bits;
-    memcpy(&bits, &shifted, 4);
-    const int32_t exponent = (int32_t)(bits - 0x4B400000u), half = exponent >> 1;
-    return p * float_of_bits((uint32_t)(half + 127) << 23) * float_of_bits((uint32_t)(exponent - half + 127) << 23);
+    const int32_t exponent = (int32_t)(bits_of(shifted) - 0x4B400000u), half = exponent >> 1;
+    return p * float_of((uint32_t)(half + 127) << 23) * float_of((uint32_t)(exponent - half + 127) << 23);
 }
 
 #endif
