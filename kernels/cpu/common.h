@@ -109,9 +109,7 @@ INLINE rounding make_rounding(const int64_t *seed, int64_t stream_key, int64_t q
 INLINE uint32_t absmax_bits(const float *x, int64_t n) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; i++) {
-        uint32_t bits;
-        memcpy(&bits, x + i, 4);
-        bits &= 0x7FFFFFFFu;
+        const uint32_t bits = bits_of(x[i]) & 0x7FFFFFFFu;
         largest = bits > largest ? bits : largest;
     }
     return largest;
@@ -119,8 +117,7 @@ INLINE uint32_t absmax_bits(const float *x, int64_t n) {
 
 /* Scale of a group; `steps` becomes the inverse scale times 65536, or 0 if every code of the group is 0. */
 INLINE float absmax_scale(uint32_t largest, float qmax, float *steps) {
-    float absmax;
-    memcpy(&absmax, &largest, 4);
+    const float absmax = float_of(largest);
     *steps = 0.0f;
     if (largest >= 0x7F800000u) return NAN;
     if (!(absmax > 1e-30f)) return 0.0f;
