@@ -7,9 +7,10 @@ version: a changed or replaced tensor is never served the old graph, and a dropp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import index as as_index
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,10 +18,11 @@ from torch_geometric import EdgeIndex
 from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import is_torch_sparse_tensor, to_edge_index
 
-from qgnn.weak_cache import cached
+from qgnn.weak_cache import cached, lasting
 
 __all__ = ["Adjacency", "Graph"]
 
+_T = TypeVar("_T")
 _INT32_MAX = 2**31 - 1
 
 
@@ -95,7 +97,7 @@ class Graph:
     ) -> None:
         self.csr = csr
         self.num_sources = num_sources
-        self.weight = weight
+        self.weight = None if weight is None else check_edge_weight(weight, csr.index.shape[0])
         self._weight_t: Tensor | None = None
         self._shared: dict[str, Any] = {} if shared is None else shared
 
@@ -122,9 +124,10 @@ class Graph:
         edge_index = _plain(edge_index)
         num_sources, num_targets = sizes_of(num_nodes)
         check_edge_index(edge_index, num_sources, num_targets)
-        edge_index = edge_index.to(_index_dtype(num_sources, num_targets, edge_index.shape[1]))
-        source, target = edge_index[0], edge_index[1]
-        graph = Graph(_sort_by(target, source, num_targets), num_sources)
+        with lasting():
+            edge_index = edge_index.to(_index_dtype(num_sources, num_targets, edge_index.shape[1]))
+            source, target = edge_index[0], edge_index[1]
+            graph = Graph(_sort_by(target, source, num_targets), num_sources)
         if edge_weight is None:
             return graph
         weight = check_edge_weight(edge_weight, graph.num_edges)
@@ -133,7 +136,8 @@ class Graph:
                 "'Graph' expects constant edge weights (got some that need a gradient); give them to the layer or "
                 "function as 'edge_weight', or detach them"
             )
-        return graph.with_weight(graph.to_csr_order(weight))
+        with lasting():
+            return graph.with_weight(graph.to_csr_order(weight))
 
     @staticmethod
     def from_adjacency(adjacency: Any, num_nodes: int | tuple[int, int], edge_weight: Tensor | None = None) -> Graph:
@@ -168,15 +172,14 @@ class Graph:
     @property
     def csc(self) -> Adjacency:
         """Edges sorted by source: the transposed graph. Built at first use."""
-        if "csc" not in self._shared:
-            self._shared["csc"] = _sort_by(self.csr.index, self.target, self.num_sources)
-        return self._shared["csc"]
+        return self._once("csc", lambda: _sort_by(self.csr.index, self.target, self.num_sources))
 
     @property
     def weight_t(self) -> Tensor | None:
         """Edge weights in the order of :attr:`csc`."""
         if self.weight is not None and self._weight_t is None:
-            self._weight_t = self.weight.detach().index_select(0, self.csc.order)
+            with lasting():
+                self._weight_t = self.weight.detach().index_select(0, self.csc.order)
         return self._weight_t
 
     @property
@@ -187,17 +190,17 @@ class Graph:
     @property
     def mean_factor(self) -> Tensor:
         """``1 / max(1, in-degree)`` of each target, fp32 ``[num_targets]``."""
-        if "mean_factor" not in self._shared:
-            self._shared["mean_factor"] = self.in_degree.clamp_min(1).float().reciprocal()
-        return self._shared["mean_factor"]
+        return self._once("mean_factor", lambda: self.in_degree.clamp_min(1).float().reciprocal())
 
     @property
     def given_order(self) -> Tensor:
         """Where each given edge stands in CSR order: the inverse of ``csr.order``, ``[E]``."""
-        if "given_order" not in self._shared:
+
+        def invert() -> Tensor:
             position = torch.arange(self.num_edges, dtype=self.csr.order.dtype, device=self.device)
-            self._shared["given_order"] = torch.empty_like(position).index_copy(0, self.csr.order.long(), position)
-        return self._shared["given_order"]
+            return torch.empty_like(position).index_copy(0, self.csr.order.long(), position)
+
+        return self._once("given_order", invert)
 
     def to_csr_order(self, edge_values: Tensor) -> Tensor:
         """Values of the given edges, in CSR order (differentiable)."""
@@ -222,10 +225,18 @@ class Graph:
     @property
     def target(self) -> Tensor:
         """Target of each edge, in CSR order."""
-        if "target" not in self._shared:
+
+        def repeat() -> Tensor:
             node = torch.arange(self.num_targets, dtype=self.csr.index.dtype, device=self.device)
-            self._shared["target"] = torch.repeat_interleave(node, self.in_degree, output_size=self.num_edges)
-        return self._shared["target"]
+            return torch.repeat_interleave(node, self.in_degree, output_size=self.num_edges)
+
+        return self._once("target", repeat)
+
+    def _once(self, name: str, build: Callable[[], _T]) -> _T:
+        if name not in self._shared:
+            with lasting():
+                self._shared[name] = build()
+        return self._shared[name]
 
     def to(self, device: torch.device | str) -> Graph:
         """The graph on another device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import ref
@@ -34,6 +35,16 @@ def _state(t: Tensor) -> Hashable:
     return t._version, place, t.shape, t.device
 
 
+def lasting() -> AbstractContextManager[Any]:
+    """Where tensors are made that outlive the call: not in inference mode, whose tensors no backward pass may keep."""
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())  # leaving inference mode would turn gradients on
+    return stack
+
+
 def cached(tensors: tuple[Any, ...], key: Hashable, build: Callable[[], _T]) -> _T:
     """``build()``, remembered while all of ``tensors`` live unchanged.
 
@@ -57,6 +68,7 @@ def cached(tensors: tuple[Any, ...], key: Hashable, build: Callable[[], _T]) -> 
         return entry.value
     for stale in [k for k, e in entries.items() if e.states[0] != states[0] or any(o() is None for o in e.others)]:
         del entries[stale]
-    value = build()
+    with lasting():
+        value = build()
     entries[full_key] = _Entry(tuple(ref(t) for t in tensors[1:]), states, value)
     return value

@@ -98,6 +98,7 @@ def test_edges_are_sorted_once_whatever_weights_come(monkeypatch: pytest.MonkeyP
 
 def test_an_entry_dies_with_its_tensor() -> None:
     edge_index = fresh_edges()
+    gc.collect()  # of other tests' graphs, which may be cycles
     alive = len(_entries)
     graph = weakref.ref(as_graph(edge_index, 50))
     tensor = weakref.ref(edge_index)

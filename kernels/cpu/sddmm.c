@@ -144,53 +144,27 @@ INLINE void all_rows(float *out, const operands *p, int64_t threads, const int w
     }
 }
 
-INLINE operands make_operands(
-    const void *indptr, const void *index, const char *target, const char *source, int64_t element_bytes,
+INLINE void all_kinds(float *out, const operands *p, int64_t threads, const int wide, int is_codes, int is_dot) {
+    if (!is_dot && is_codes) all_rows(out, p, threads, wide, CODES, 0);
+    else if (!is_dot) all_rows(out, p, threads, wide, FLOATS, 0);
+    else if (!is_codes) all_rows(out, p, threads, wide, FLOATS, 1);
+    else if (p->H * p->D <= SHORT_ROW) all_rows(out, p, threads, wide, SHORT_CODES, 1);
+    else all_rows(out, p, threads, wide, CODES, 1);
+}
+
+/* Dot products [E, H] or sums [E, H * D]. Strides of rows are in bytes; scales have a stride by row and one by head. */
+EXPORT void qgnn_sddmm(
+    float *out, const void *indptr, const void *index, const char *target, const char *source,
     const float *target_scale, int64_t target_scale_row, int64_t target_scale_head, const float *source_scale,
     int64_t source_scale_row, int64_t source_scale_head, int64_t N, int64_t H, int64_t D, int64_t stride_target,
-    int64_t stride_source
+    int64_t stride_source, int64_t wide, int64_t is_codes, int64_t is_dot, int64_t threads
 ) {
-    return (operands){
+    const operands p = {
         indptr, index, target, source,
         {target_scale, target_scale_row, target_scale_head},
         {source_scale, source_scale_row, source_scale_head},
-        N, H, D, stride_target * element_bytes, stride_source * element_bytes,
+        N, H, D, stride_target, stride_source,
     };
-}
-
-/* Strides of rows are in elements; scales have a stride by row and one by head. Rows are int8 if an element has 1 byte,
- * else fp32. */
-EXPORT void qgnn_sddmm_dot(
-    float *out, const void *indptr, const void *index, int64_t index_bytes, const char *target, const char *source,
-    int64_t element_bytes, const float *target_scale, int64_t target_scale_row, int64_t target_scale_head,
-    const float *source_scale, int64_t source_scale_row, int64_t source_scale_head, int64_t N, int64_t H, int64_t D,
-    int64_t stride_target, int64_t stride_source, int64_t threads
-) {
-    const operands p = make_operands(
-        indptr, index, target, source, element_bytes, target_scale, target_scale_row, target_scale_head, source_scale,
-        source_scale_row, source_scale_head, N, H, D, stride_target, stride_source
-    );
-    const int kind = element_bytes == 4 ? FLOATS : H * D <= SHORT_ROW ? SHORT_CODES : CODES;
-    if (index_bytes == 8 && kind == FLOATS) all_rows(out, &p, threads, 1, FLOATS, 1);
-    else if (index_bytes == 8 && kind == CODES) all_rows(out, &p, threads, 1, CODES, 1);
-    else if (index_bytes == 8) all_rows(out, &p, threads, 1, SHORT_CODES, 1);
-    else if (kind == FLOATS) all_rows(out, &p, threads, 0, FLOATS, 1);
-    else if (kind == CODES) all_rows(out, &p, threads, 0, CODES, 1);
-    else all_rows(out, &p, threads, 0, SHORT_CODES, 1);
-}
-
-EXPORT void qgnn_sddmm_add(
-    float *out, const void *indptr, const void *index, int64_t index_bytes, const char *target, const char *source,
-    int64_t element_bytes, const float *target_scale, int64_t target_scale_row, int64_t target_scale_head,
-    const float *source_scale, int64_t source_scale_row, int64_t source_scale_head, int64_t N, int64_t H, int64_t D,
-    int64_t stride_target, int64_t stride_source, int64_t threads
-) {
-    const operands p = make_operands(
-        indptr, index, target, source, element_bytes, target_scale, target_scale_row, target_scale_head, source_scale,
-        source_scale_row, source_scale_head, N, H, D, stride_target, stride_source
-    );
-    if (index_bytes == 8 && element_bytes == 4) all_rows(out, &p, threads, 1, FLOATS, 0);
-    else if (index_bytes == 8) all_rows(out, &p, threads, 1, CODES, 0);
-    else if (element_bytes == 4) all_rows(out, &p, threads, 0, FLOATS, 0);
-    else all_rows(out, &p, threads, 0, CODES, 0);
+    if (wide) all_kinds(out, &p, threads, 1, (int)is_codes, (int)is_dot);
+    else all_kinds(out, &p, threads, 0, (int)is_codes, (int)is_dot);
 }

@@ -47,11 +47,13 @@ def sddmm(
         dtype = torch.int8 if x_target.dtype == torch.int8 else torch.float32
         target, source = rows_of(x_target, dtype), rows_of(x_source, dtype)
         indptr, index = indptr.contiguous(), index.to(indptr.dtype).contiguous()
+        strides = (t.stride(0) * t.element_size() for t in (target, source))
         launch(
-            "qgnn_sddmm_dot" if is_dot else "qgnn_sddmm_add",
-            *(out, indptr, index, indptr.element_size(), target, source, dtype.itemsize),
+            "qgnn_sddmm",
+            *(out, indptr, index, target, source),
             *_scale_operands(target_scale),
             *_scale_operands(source_scale),
-            *(N, heads, F // heads, target.stride(0), source.stride(0)),
+            *(N, heads, F // heads, *strides),
+            *(index.dtype == torch.int64, dtype == torch.int8, is_dot),
         )
     return out.squeeze(1) if is_dot and heads == 1 else out

@@ -124,24 +124,24 @@ INLINE void softmax_heads(const softmax_job *job, int64_t H, int64_t threads, co
 }
 
 /* One function for both exports: it is the bulk of the code of this file. */
-static void softmax_all(const softmax_job *job, int64_t H, int64_t index_bytes, int64_t threads) {
-    if (index_bytes == 8) softmax_heads(job, H, threads, 1);
+static void softmax_all(const softmax_job *job, int64_t H, int64_t wide, int64_t threads) {
+    if (wide) softmax_heads(job, H, threads, 1);
     else softmax_heads(job, H, threads, 0);
 }
 
 EXPORT void qgnn_softmax_rows(
-    float *out, const void *indptr, int64_t index_bytes, const float *score, int64_t N, int64_t H, int64_t threads
+    float *out, const void *indptr, int64_t wide, const float *score, int64_t N, int64_t H, int64_t threads
 ) {
     const softmax_job job = {.out = out, .indptr = indptr, .score = score, .N = N};
-    softmax_all(&job, H, index_bytes, threads);
+    softmax_all(&job, H, wide, threads);
 }
 
 EXPORT void qgnn_softmax_attention(
-    float *out, const void *indptr, const void *index, int64_t index_bytes, const float *score_target,
+    float *out, const void *indptr, const void *index, int64_t wide, const float *score_target,
     const float *score_source, float slope, int64_t N, int64_t H, int64_t threads
 ) {
     const softmax_job job = {out, indptr, NULL, index, score_target, score_source, slope, N};
-    softmax_all(&job, H, index_bytes, threads);
+    softmax_all(&job, H, wide, threads);
 }
 
 /* ---- gradients ---- */
@@ -183,9 +183,21 @@ INLINE void gradient_of_row(
     if (is_attention) memcpy(job->d_target + n * H + first, sum, (size_t)heads * sizeof(float));
 }
 
-INLINE void gradient_rows(
-    const gradient_job *job, int64_t threads, const int64_t H, const int wide, const int is_attention
+/* As score_row; `wide` matters to the attention's gradient only. */
+INLINE void gradient_of_heads(
+    const gradient_job *job, int64_t n, int64_t start, int64_t stop, int64_t H, int wide, const int is_attention
 ) {
+    if (!wide && H == 1) gradient_of_row(job, n, start, stop, 0, 1, 1, 0, is_attention);
+    else if (!wide && H == 4) gradient_of_row(job, n, start, stop, 0, 4, 4, 0, is_attention);
+    else if (!wide && H == 8) gradient_of_row(job, n, start, stop, 0, 8, 8, 0, is_attention);
+    else
+        for (int64_t first = 0; first < H; first += MAX_LANES) {
+            const int64_t heads = min_i64(MAX_LANES, H - first);
+            gradient_of_row(job, n, start, stop, first, heads, H, wide, is_attention);
+        }
+}
+
+static void gradient_all(const gradient_job *job, int64_t H, int wide, int64_t threads) {
     threads = useful_threads(load_index(job->indptr, job->N, wide) * H, threads);
     const int64_t parts = num_parts(job->N, threads);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
@@ -193,43 +205,28 @@ INLINE void gradient_rows(
         const int64_t last = part_of_rows(job->indptr, job->N, part + 1, parts, wide);
         for (int64_t n = part_of_rows(job->indptr, job->N, part, parts, wide); n < last; n++) {
             const int64_t start = load_index(job->indptr, n, wide), stop = load_index(job->indptr, n + 1, wide);
-            if (H <= MAX_LANES) {
-                gradient_of_row(job, n, start, stop, 0, H, H, wide, is_attention);
-                continue;
-            }
-            for (int64_t first = 0; first < H; first += MAX_LANES)
-                gradient_of_row(job, n, start, stop, first, min_i64(MAX_LANES, H - first), H, wide, is_attention);
+            if (job->d_target) gradient_of_heads(job, n, start, stop, H, wide, 1);
+            else gradient_of_heads(job, n, start, stop, H, 0, 0);
         }
     }
 }
 
-INLINE void gradient_heads(
-    const gradient_job *job, int64_t H, int64_t threads, const int wide, const int is_attention
-) {
-    if (!wide && H == 1) gradient_rows(job, threads, 1, wide, is_attention);
-    else if (!wide && H == 4) gradient_rows(job, threads, 4, wide, is_attention);
-    else if (!wide && H == 8) gradient_rows(job, threads, 8, wide, is_attention);
-    else gradient_rows(job, threads, H, wide, is_attention);
-}
-
 EXPORT void qgnn_softmax_rows_backward(
-    float *dx, const void *indptr, int64_t index_bytes, const float *out, const float *grad, int64_t N, int64_t H,
+    float *dx, const void *indptr, int64_t wide, const float *out, const float *grad, int64_t N, int64_t H,
     int64_t threads
 ) {
     const gradient_job job = {.edge_grad = dx, .indptr = indptr, .out = out, .grad = grad, .N = N};
-    if (index_bytes == 8) gradient_heads(&job, H, threads, 1, 0);
-    else gradient_heads(&job, H, threads, 0, 0);
+    gradient_all(&job, H, (int)wide, threads);
 }
 
 /* The gradient of the edges' scores, and of the targets' scores; that of the sources' is qgnn_softmax_edge_sums. */
 EXPORT void qgnn_softmax_attention_backward(
-    float *edge_grad, float *d_target, const void *indptr, const void *index, int64_t index_bytes, const float *out,
+    float *edge_grad, float *d_target, const void *indptr, const void *index, int64_t wide, const float *out,
     const float *grad, const float *score_target, const float *score_source, float slope, int64_t N, int64_t H,
     int64_t threads
 ) {
     const gradient_job job = {edge_grad, d_target, indptr, index, out, grad, score_target, score_source, slope, N};
-    if (index_bytes == 8) gradient_heads(&job, H, threads, 1, 1);
-    else gradient_heads(&job, H, threads, 0, 1);
+    gradient_all(&job, H, (int)wide, threads);
 }
 
 INLINE void sum_edges(
@@ -258,10 +255,10 @@ INLINE void sum_edges(
 
 /* sum[n] = values of the edges order[e], e from indptr[n] to indptr[n + 1], added in this order: [E, H] -> [N, H]. */
 EXPORT void qgnn_softmax_edge_sums(
-    float *sum, const void *indptr, const void *order, int64_t index_bytes, const float *edge_values, int64_t N,
+    float *sum, const void *indptr, const void *order, int64_t wide, const float *edge_values, int64_t N,
     int64_t H, int64_t threads
 ) {
-    if (index_bytes == 8) sum_edges(sum, indptr, order, edge_values, N, H, threads, 1);
+    if (wide) sum_edges(sum, indptr, order, edge_values, N, H, threads, 1);
     else if (H == 1) sum_edges(sum, indptr, order, edge_values, N, 1, threads, 0);
     else if (H == 4) sum_edges(sum, indptr, order, edge_values, N, 4, threads, 0);
     else if (H == 8) sum_edges(sum, indptr, order, edge_values, N, 8, threads, 0);

@@ -22,7 +22,7 @@ def softmax(indptr: Tensor, scores: Tensor) -> Tensor:
     out = empty(tuple(score.shape))
     if out.numel():
         indptr = indptr.contiguous()
-        launch("qgnn_softmax_rows", out, indptr, indptr.element_size(), score, len(indptr) - 1, score.shape[1])
+        launch("qgnn_softmax_rows", out, indptr, indptr.dtype == torch.int64, score, len(indptr) - 1, score.shape[1])
     return out.to(scores.dtype)
 
 
@@ -33,7 +33,7 @@ def softmax_backward(indptr: Tensor, out: Tensor, grad: Tensor) -> Tensor:
     if dx.numel():
         indptr = indptr.contiguous()
         sizes = len(indptr) - 1, grad.shape[1]
-        launch("qgnn_softmax_rows_backward", dx, indptr, indptr.element_size(), *operands, *sizes)
+        launch("qgnn_softmax_rows_backward", dx, indptr, indptr.dtype == torch.int64, *operands, *sizes)
     return dx.to(grad.dtype)
 
 
@@ -46,7 +46,7 @@ def attention_scores(
     if out.numel():
         indptr, index = indptr.contiguous(), index.to(indptr.dtype).contiguous()
         scores = _matrix(score_target), _matrix(score_source)
-        operands = (indptr, index, indptr.element_size(), *scores, float(negative_slope))
+        operands = (indptr, index, indptr.dtype == torch.int64, *scores, float(negative_slope))
         launch("qgnn_softmax_attention", out, *operands, N, H)
     return out.to(score_target.dtype)
 
@@ -71,7 +71,7 @@ def attention_scores_backward(
     indptr, indptr_t = indptr.contiguous(), indptr_t.contiguous()
     index, order_t = index.to(indptr.dtype).contiguous(), order_t.to(indptr_t.dtype).contiguous()
     operands = _matrix(out), _matrix(grad), _matrix(score_target), _matrix(score_source)
-    graph = indptr, index, indptr.element_size()
+    graph = indptr, index, indptr.dtype == torch.int64
     launch("qgnn_softmax_attention_backward", edge_grad, d_target, *graph, *operands, float(negative_slope), N, H)
-    launch("qgnn_softmax_edge_sums", d_source, indptr_t, order_t, indptr_t.element_size(), edge_grad, S, H)
+    launch("qgnn_softmax_edge_sums", d_source, indptr_t, order_t, indptr_t.dtype == torch.int64, edge_grad, S, H)
     return d_target.to(score_target.dtype), d_source.to(score_source.dtype)

@@ -6,6 +6,7 @@ Each set offers the functions of ``qgnn.reference`` under the same names and sig
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from qgnn import reference, trace
+from qgnn.ops._checks import Signature
 
 # Streams of one seed: no two roundings of an op call share random bits.
 STREAM_INPUT, STREAM_WEIGHT, STREAM_HIDDEN = 0, 1, 2
@@ -166,25 +168,38 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def define(name: str, function: Callable[..., Any], schema: str) -> Any:
+def define(name: str, function: Callable[..., Any], schema: str, fake: Callable[..., Any], signature: Signature) -> Any:
     """Register ``function(backend, ...)`` as the operator ``qgnn::name`` on CPU and CUDA.
 
     Args:
         name: Name within the namespace.
         function: The operator over a backend.
         schema: Its schema, without the name.
+        fake: Shapes and types of its results.
+        signature: What its arguments must be, or an error says so: of real tensors and of fake ones.
     """
+    owner, parameters = f"qgnn::{name}", tuple(inspect.signature(fake).parameters)
+
+    def checked(*args: Any) -> tuple[Any, ...]:
+        arguments = dict(zip(parameters, args, strict=True))
+        signature.check_values(owner, arguments, signature.check(owner, arguments))
+        return args
 
     def on_cpu(*args: Any) -> Any:
         with _without_autocast("cpu"):
-            return function(cpu_backend(), *args)
+            return function(cpu_backend(), *checked(*args))
 
     def on_cuda(*args: Any) -> Any:
         with _without_autocast("cuda"):
-            return function(triton_backend(), *args)
+            return function(triton_backend(), *checked(*args))
 
-    op = torch.library.custom_op(f"qgnn::{name}", on_cpu, mutates_args=(), device_types="cpu", schema=schema)
+    def on_fake(*args: Any) -> Any:
+        signature.check(owner, dict(zip(parameters, args, strict=True)))
+        return fake(*args)
+
+    op = torch.library.custom_op(owner, on_cpu, mutates_args=(), device_types="cpu", schema=schema)
     op.register_kernel("cuda")(on_cuda)
+    op.register_fake(on_fake)
     return op
 
 

@@ -9,64 +9,48 @@ import torch
 from torch import Tensor
 
 from qgnn.ops._backends import STREAM_INPUT, Backend, define
+from qgnn.ops._checks import Signature
 
 BITS = (1, 2, 4, 8)
 MAX_BLOCK = 1 << 16  # a longer block saves less than a thousandth of a bit a value
 METADATA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _check_bits(owner: str, bits: int) -> None:
-    if bits not in BITS:
-        raise ValueError(f"'{owner}' expects 'bits' to be one of {BITS}, whole codes to a byte (got {bits})")
-
-
-def _check_pack(x: Tensor, bits: int, block_size: int, metadata_dtype: torch.dtype) -> None:
-    if not x.is_floating_point():
-        raise TypeError(f"'blocks_pack' expects 'x' in a floating-point type (got {x.dtype}); use 'x.float()'")
-    _check_bits("blocks_pack", bits)
+def _check_pack(bits: int, block_size: int, metadata_dtype: torch.dtype) -> None:
     if not 1 <= block_size <= MAX_BLOCK:
-        raise ValueError(f"'blocks_pack' expects 'block_size' from 1 to {MAX_BLOCK} values (got {block_size})")
+        raise ValueError(f"'qgnn::blocks_pack' expects 'block_size' from 1 to {MAX_BLOCK} values (got {block_size})")
     if block_size * bits % 8:
         raise ValueError(
-            f"'blocks_pack' expects 'block_size' to be a multiple of {8 // bits} for {bits}-bit codes, so that a block "
-            f"takes whole bytes (got {block_size})"
+            f"'qgnn::blocks_pack' expects 'block_size' to be a multiple of {8 // bits} for {bits}-bit codes, so that a "
+            f"block takes whole bytes (got {block_size})"
         )
     if metadata_dtype not in METADATA_DTYPES:
         raise TypeError(
-            f"'blocks_pack' expects 'metadata_dtype' to be torch.float32, torch.bfloat16 or torch.float16 "
+            f"'qgnn::blocks_pack' expects 'metadata_dtype' to be torch.float32, torch.bfloat16 or torch.float16 "
             f"(got {metadata_dtype})"
         )
 
 
 def _check_unpack(packed: Tensor, low: Tensor, step: Tensor, bits: int, size: int, dtype: torch.dtype) -> None:
-    _check_bits("blocks_unpack", bits)
-    if packed.dtype != torch.uint8 or packed.dim() != 2:
-        raise ValueError(
-            f"'blocks_unpack' expects 'packed' as uint8 of two dimensions [blocks, bytes] "
-            f"(got {packed.dtype} of shape {list(packed.shape)})"
-        )
     for name, t in (("low", low), ("step", step)):
-        if t.dtype not in METADATA_DTYPES or t.dim() != 1 or t.shape[0] != packed.shape[0]:
-            raise ValueError(
-                f"'blocks_unpack' expects '{name}' as floats of shape [{packed.shape[0]}], one a block "
-                f"(got {t.dtype} of shape {list(t.shape)})"
-            )
+        if t.dtype not in METADATA_DTYPES:
+            raise TypeError(f"'qgnn::blocks_unpack' expects '{name}' in a type of at most 32 bits (got {t.dtype})")
     num_blocks, block_size = packed.shape[0], packed.shape[1] * 8 // bits
     if block_size > MAX_BLOCK:
-        raise ValueError(f"'blocks_unpack' expects blocks of up to {MAX_BLOCK} values (got {block_size})")
+        raise ValueError(f"'qgnn::blocks_unpack' expects blocks of up to {MAX_BLOCK} values (got {block_size})")
     if not (num_blocks - 1) * block_size < size <= num_blocks * block_size and (size, num_blocks) != (0, 0):
         raise ValueError(
-            f"'blocks_unpack' expects a 'size' that fills {num_blocks} blocks of {block_size} values, the last one at "
-            f"least in part (got {size})"
+            f"'qgnn::blocks_unpack' expects a 'size' that fills {num_blocks} blocks of {block_size} values, the last "
+            f"one at least in part (got {size})"
         )
     if not dtype.is_floating_point:
-        raise TypeError(f"'blocks_unpack' expects 'dtype' to be a floating-point type (got {dtype})")
+        raise TypeError(f"'qgnn::blocks_unpack' expects 'dtype' to be a floating-point type (got {dtype})")
 
 
 def _blocks_pack(
     backend: Backend, x: Tensor, seed: Tensor | None, bits: int, block_size: int, metadata_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_pack(x, bits, block_size, metadata_dtype)
+    _check_pack(bits, block_size, metadata_dtype)
     return backend.call(
         "blocks_pack",
         "blocks.pack",
@@ -79,22 +63,23 @@ def _blocks_pack(
     )
 
 
-blocks_pack = define(
-    "blocks_pack",
-    _blocks_pack,
-    "(Tensor x, Tensor? seed, int bits, int block_size, ScalarType metadata_dtype) -> (Tensor, Tensor, Tensor)",
-)
-
-
-@blocks_pack.register_fake
-def _(
+def _fake_blocks_pack(
     x: Tensor, seed: Tensor | None, bits: int, block_size: int, metadata_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_pack(x, bits, block_size, metadata_dtype)
+    _check_pack(bits, block_size, metadata_dtype)
     num_blocks = (x.numel() + block_size - 1) // block_size
     packed = x.new_empty((num_blocks, block_size * bits // 8), dtype=torch.uint8)
     low = x.new_empty((num_blocks,), dtype=metadata_dtype)
     return packed, low, torch.empty_like(low)
+
+
+blocks_pack = define(
+    "blocks_pack",
+    _blocks_pack,
+    "(Tensor x, Tensor? seed, int bits, int block_size, ScalarType metadata_dtype) -> (Tensor, Tensor, Tensor)",
+    _fake_blocks_pack,
+    Signature(choices={"bits": BITS}),
+)
 
 
 def _blocks_unpack(
@@ -104,14 +89,14 @@ def _blocks_unpack(
     return backend.call("blocks_unpack", "blocks.unpack", packed, low, step, bits=bits, size=size, dtype=dtype)
 
 
+def _fake_blocks_unpack(packed: Tensor, low: Tensor, step: Tensor, bits: int, size: int, dtype: torch.dtype) -> Tensor:
+    return packed.new_empty((size,), dtype=dtype)
+
+
 blocks_unpack = define(
     "blocks_unpack",
     _blocks_unpack,
     "(Tensor packed, Tensor low, Tensor step, int bits, SymInt size, ScalarType dtype) -> Tensor",
+    _fake_blocks_unpack,
+    Signature({"packed": "B W", "low": "B", "step": "B"}, choices={"bits": BITS}),
 )
-
-
-@blocks_unpack.register_fake
-def _(packed: Tensor, low: Tensor, step: Tensor, bits: int, size: int, dtype: torch.dtype) -> Tensor:
-    _check_bits("blocks_unpack", bits)
-    return packed.new_empty((size,), dtype=dtype)

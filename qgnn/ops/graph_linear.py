@@ -21,6 +21,7 @@ from qgnn.ops._backends import (
     define,
     fresh,
 )
+from qgnn.ops._checks import CSC, CSR, GRANULARITIES, INT8_BITS, Signature
 from qgnn.ops.matmul import (
     bias_grad,
     fake_kept,
@@ -97,17 +98,7 @@ def _graph_linear(
     return fresh(x, (out, *kept_x, *kept_hidden))
 
 
-graph_linear = define(
-    "graph_linear",
-    _graph_linear,
-    "(Tensor x, Tensor? x_scale, Tensor weight, Tensor? bias, Tensor? edge_weight, Tensor? edge_weight_t,"
-    " Tensor? row_factor, Tensor indptr, Tensor index, Tensor indptr_t, Tensor index_t, Tensor order_t, Tensor? seed,"
-    " int bits, str granularity, bool keep_codes, bool keep_hidden) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-
-
-@graph_linear.register_fake
-def _(
+def _fake_graph_linear(
     x: Tensor,
     x_scale: Tensor | None,
     weight: Tensor,
@@ -130,6 +121,26 @@ def _(
     out = x.new_empty((indptr.shape[0] - 1, weight.shape[0]), dtype=out_dtype)
     hidden = x.new_empty((x.shape[0], weight.shape[0]))
     return (out, *fake_kept(x, x_scale, granularity, keep_codes), *fake_kept(hidden, None, granularity, keep_hidden))
+
+
+graph_linear = define(
+    "graph_linear",
+    _graph_linear,
+    "(Tensor x, Tensor? x_scale, Tensor weight, Tensor? bias, Tensor? edge_weight, Tensor? edge_weight_t,"
+    " Tensor? row_factor, Tensor indptr, Tensor index, Tensor indptr_t, Tensor index_t, Tensor order_t, Tensor? seed,"
+    " int bits, str granularity, bool keep_codes, bool keep_hidden) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_graph_linear,
+    Signature(
+        {
+            **{"x": "S K", **CSR, "x_scale": "1|S", "weight": "M K", "bias": "M"},
+            **{"edge_weight": "E", "edge_weight_t": "E", "row_factor": "T"},
+        },
+        choices={"bits": INT8_BITS, "granularity": GRANULARITIES},
+        pointers=("indptr",),
+        indices={"index": "S"},
+        int32_sums=("K",),
+    ),
+)
 
 
 def _graph_linear_backward(
@@ -181,18 +192,7 @@ def _graph_linear_backward(
     return fresh(grad, (dx, dw, dedge))
 
 
-graph_linear_backward = define(
-    "graph_linear_backward",
-    _graph_linear_backward,
-    "(Tensor grad, Tensor? x, Tensor? x_scale, Tensor weight, Tensor? hidden, Tensor? hidden_scale,"
-    " Tensor? edge_weight, Tensor? edge_weight_t, Tensor? row_factor, Tensor indptr, Tensor index, Tensor indptr_t,"
-    " Tensor index_t, Tensor order_t, Tensor? seed, int bits, str granularity, bool needs_dx, bool needs_dw,"
-    " bool needs_dedge) -> (Tensor, Tensor, Tensor)",
-)
-
-
-@graph_linear_backward.register_fake
-def _(
+def _fake_graph_linear_backward(
     grad: Tensor,
     x: Tensor | None,
     x_scale: Tensor | None,
@@ -220,6 +220,27 @@ def _(
     if needs_dedge and edge_weight is not None:
         dedge = edge_weight.new_empty(edge_weight.shape)
     return dx, dw, dedge
+
+
+graph_linear_backward = define(
+    "graph_linear_backward",
+    _graph_linear_backward,
+    "(Tensor grad, Tensor? x, Tensor? x_scale, Tensor weight, Tensor? hidden, Tensor? hidden_scale,"
+    " Tensor? edge_weight, Tensor? edge_weight_t, Tensor? row_factor, Tensor indptr, Tensor index, Tensor indptr_t,"
+    " Tensor index_t, Tensor order_t, Tensor? seed, int bits, str granularity, bool needs_dx, bool needs_dw,"
+    " bool needs_dedge) -> (Tensor, Tensor, Tensor)",
+    _fake_graph_linear_backward,
+    Signature(
+        {
+            **{"grad": "T M", "weight": "M K", **CSR, **CSC, "x": "S K", "x_scale": "1|S", "hidden": "S M"},
+            **{"hidden_scale": "1|S", "edge_weight": "E", "edge_weight_t": "E", "row_factor": "T"},
+        },
+        choices={"bits": INT8_BITS, "granularity": GRANULARITIES},
+        pointers=("indptr", "indptr_t"),
+        indices={"index": "S", "index_t": "T", "order_t": "E"},
+        int32_sums=("M",),
+    ),
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

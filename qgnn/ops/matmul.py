@@ -22,6 +22,7 @@ from qgnn.ops._backends import (
     fake_codes,
     fresh,
 )
+from qgnn.ops._checks import GRANULARITIES, INT8_BITS, Signature
 
 
 def quantize_operand(
@@ -83,14 +84,6 @@ def _matmul(
     return fresh(x, (y, x_q if made_codes else None, x_scale if made_codes else None))
 
 
-matmul = define(
-    "matmul",
-    _matmul,
-    "(Tensor x, Tensor? x_scale, Tensor weight, Tensor? bias, Tensor? seed, int bits, str granularity, bool keep_codes)"
-    " -> (Tensor, Tensor, Tensor)",
-)
-
-
 def fake_kept(x: Tensor, x_scale: Tensor | None, granularity: str, keep_codes: bool) -> tuple[Tensor, Tensor]:
     """Shapes of the codes and scale that an op hands to its backward."""
     if not keep_codes or x_scale is not None:
@@ -99,8 +92,7 @@ def fake_kept(x: Tensor, x_scale: Tensor | None, granularity: str, keep_codes: b
     return fake_codes(x, *x.shape), x.new_empty(scale_rows, dtype=torch.float32)
 
 
-@matmul.register_fake
-def _(
+def _fake_matmul(
     x: Tensor,
     x_scale: Tensor | None,
     weight: Tensor,
@@ -115,10 +107,24 @@ def _(
     return (y, *fake_kept(x, x_scale, granularity, keep_codes))
 
 
+matmul = define(
+    "matmul",
+    _matmul,
+    "(Tensor x, Tensor? x_scale, Tensor weight, Tensor? bias, Tensor? seed, int bits, str granularity, bool keep_codes)"
+    " -> (Tensor, Tensor, Tensor)",
+    _fake_matmul,
+    Signature(
+        {"x": "N K", "x_scale": "1|N", "weight": "M K", "bias": "M"},
+        choices={"bits": INT8_BITS, "granularity": GRANULARITIES},
+        int32_sums=("K",),
+    ),
+)
+
+
 def _matmul_backward(
     backend: Backend,
     grad: Tensor,
-    x: Tensor,
+    x: Tensor | None,
     x_scale: Tensor | None,
     weight: Tensor,
     seed: Tensor | None,
@@ -129,22 +135,15 @@ def _matmul_backward(
 ) -> tuple[Tensor, ...]:
     g_q, g_scale = quantize_operand(backend, grad, seed, bits, granularity, STREAM_GRAD, "backward")
     dx = input_grad(backend, g_q, g_scale, weight, seed, bits, grad.dtype) if needs_dx else None
-    dw = weight_grad(backend, g_q, g_scale, x, x_scale, bits).to(weight.dtype) if needs_dw else None
+    dw = None
+    if needs_dw and x is not None:
+        dw = weight_grad(backend, g_q, g_scale, x, x_scale, bits).to(weight.dtype)
     return fresh(grad, (dx, dw))
 
 
-matmul_backward = define(
-    "matmul_backward",
-    _matmul_backward,
-    "(Tensor grad, Tensor x, Tensor? x_scale, Tensor weight, Tensor? seed, int bits, str granularity, bool needs_dx,"
-    " bool needs_dw) -> (Tensor, Tensor)",
-)
-
-
-@matmul_backward.register_fake
-def _(
+def _fake_matmul_backward(
     grad: Tensor,
-    x: Tensor,
+    x: Tensor | None,
     x_scale: Tensor | None,
     weight: Tensor,
     seed: Tensor | None,
@@ -156,6 +155,20 @@ def _(
     dx = grad.new_empty((grad.shape[0], weight.shape[1])) if needs_dx else grad.new_empty(0)
     dw = weight.new_empty(weight.shape) if needs_dw else grad.new_empty(0)
     return dx, dw
+
+
+matmul_backward = define(
+    "matmul_backward",
+    _matmul_backward,
+    "(Tensor grad, Tensor? x, Tensor? x_scale, Tensor weight, Tensor? seed, int bits, str granularity, bool needs_dx,"
+    " bool needs_dw) -> (Tensor, Tensor)",
+    _fake_matmul_backward,
+    Signature(
+        {"grad": "N M", "weight": "M K", "x": "N K", "x_scale": "1|N"},
+        choices={"bits": INT8_BITS, "granularity": GRANULARITIES},
+        int32_sums=("M",),
+    ),
+)
 
 
 def saved_input(inputs: tuple[Any, ...], x_q: Tensor, codes_scale: Tensor, keep_codes: bool) -> tuple[Any, Any]:
@@ -182,8 +195,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     needs_dx, _, needs_dw, needs_bias = ctx.needs_input_grad[:4]
     dx = dw = None
     if needs_dx or needs_dw:
-        operand = grad if x is None else x
-        dx, dw = matmul_backward(grad, operand, x_scale, weight, seed, *ctx.options, needs_dx, needs_dw)
+        dx, dw = matmul_backward(grad, x, x_scale, weight, seed, *ctx.options, needs_dx, needs_dw)
     db = bias_grad(grad, ctx.bias_dtype) if needs_bias else None
     return dx if needs_dx else None, None, dw if needs_dw else None, db, None, None, None, None
 

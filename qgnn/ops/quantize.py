@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from qgnn.ops._backends import STREAM_INPUT, Backend, define, fake_codes
+from qgnn.ops._checks import GRANULARITIES, INT8_BITS, POSITIVE, Signature
 
 
 def _quantize(
@@ -23,15 +24,9 @@ def _quantize(
     )
 
 
-quantize = define(
-    "quantize",
-    _quantize,
-    "(Tensor x, Tensor? seed, int bits, str granularity, int block_size) -> (Tensor, Tensor)",
-)
-
-
-@quantize.register_fake
-def _(x: Tensor, seed: Tensor | None, bits: int, granularity: str, block_size: int) -> tuple[Tensor, Tensor]:
+def _fake_quantize(
+    x: Tensor, seed: Tensor | None, bits: int, granularity: str, block_size: int
+) -> tuple[Tensor, Tensor]:
     num_rows, width = x.shape
     scale_shape = {
         "row": (num_rows,),
@@ -39,3 +34,15 @@ def _(x: Tensor, seed: Tensor | None, bits: int, granularity: str, block_size: i
         "block": (num_rows, (width + block_size - 1) // block_size),
     }[granularity]
     return fake_codes(x, num_rows, width), x.new_empty(scale_shape, dtype=torch.float32)
+
+
+quantize = define(
+    "quantize",
+    _quantize,
+    "(Tensor x, Tensor? seed, int bits, str granularity, int block_size) -> (Tensor, Tensor)",
+    _fake_quantize,
+    Signature(
+        {"x": "N F"},
+        choices={"bits": INT8_BITS, "granularity": (*GRANULARITIES, "block"), "block_size": POSITIVE},
+    ),
+)

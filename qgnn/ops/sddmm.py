@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qgnn.ops._backends import STREAM_HIDDEN, STREAM_INPUT, Backend, define, fake_codes, fresh
+from qgnn.ops._checks import CSC, CSR, GRANULARITIES, INT8_OR_FULL, POSITIVE, Signature
 from qgnn.ops.matmul import quantize_operand
 
 
@@ -70,15 +71,6 @@ def _out_dtype(x_target: Tensor, x_source: Tensor) -> torch.dtype:
     return floats[0] if floats else torch.float32
 
 
-sddmm = define(
-    "sddmm",
-    _sddmm,
-    "(Tensor x_target, Tensor? target_scale, Tensor x_source, Tensor? source_scale, Tensor indptr, Tensor index,"
-    " Tensor indptr_t, Tensor index_t, Tensor order_t, Tensor? seed, int bits, str granularity, str op, int heads,"
-    " bool keep_codes) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-
-
 def _fake_kept(x: Tensor, heads: int, granularity: str) -> tuple[Tensor, Tensor]:
     num_rows, width = x.shape
     codes = fake_codes(x, num_rows, width) if heads == 1 else x.new_empty((num_rows, width), dtype=torch.int8)
@@ -86,8 +78,7 @@ def _fake_kept(x: Tensor, heads: int, granularity: str) -> tuple[Tensor, Tensor]
     return codes, x.new_empty((1,) if granularity == "tensor" else by_row, dtype=torch.float32)
 
 
-@sddmm.register_fake
-def _(
+def _fake_sddmm(
     x_target: Tensor,
     target_scale: Tensor | None,
     x_source: Tensor,
@@ -112,6 +103,23 @@ def _(
         made = bits and keep_codes and scale is None
         kept += _fake_kept(x, heads, granularity) if made else (None, None)
     return fresh(x_target, (x_target.new_empty(shape, dtype=_out_dtype(x_target, x_source)), *kept))
+
+
+sddmm = define(
+    "sddmm",
+    _sddmm,
+    "(Tensor x_target, Tensor? target_scale, Tensor x_source, Tensor? source_scale, Tensor indptr, Tensor index,"
+    " Tensor indptr_t, Tensor index_t, Tensor order_t, Tensor? seed, int bits, str granularity, str op, int heads,"
+    " bool keep_codes) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_sddmm,
+    Signature(
+        {"x_target": "T H*D", "x_source": "S H*D", **CSR, "target_scale": "1|T|T H", "source_scale": "1|S|S H"},
+        sizes={"heads": "H"},
+        choices={"bits": INT8_OR_FULL, "granularity": GRANULARITIES, "op": ("dot", "add"), "heads": POSITIVE},
+        pointers=("indptr",),
+        indices={"index": "S"},
+    ),
+)
 
 
 def _sum_of_rows(
@@ -173,17 +181,7 @@ def _sddmm_backward(
     return fresh(grad, (d_target, d_source))
 
 
-sddmm_backward = define(
-    "sddmm_backward",
-    _sddmm_backward,
-    "(Tensor grad, Tensor? x_target, Tensor? target_scale, Tensor? x_source, Tensor? source_scale, Tensor indptr,"
-    " Tensor index, Tensor indptr_t, Tensor index_t, Tensor order_t, int bits, str op, int heads, bool needs_dtarget,"
-    " bool needs_dsource) -> (Tensor, Tensor)",
-)
-
-
-@sddmm_backward.register_fake
-def _(
+def _fake_sddmm_backward(
     grad: Tensor,
     x_target: Tensor | None,
     target_scale: Tensor | None,
@@ -205,6 +203,26 @@ def _(
         return grad.new_empty((pointer.shape[0] - 1, like.shape[1])) if needed and like is not None else None
 
     return fresh(grad, (rows(needs_dtarget, indptr, x_source), rows(needs_dsource, indptr_t, x_target)))
+
+
+sddmm_backward = define(
+    "sddmm_backward",
+    _sddmm_backward,
+    "(Tensor grad, Tensor? x_target, Tensor? target_scale, Tensor? x_source, Tensor? source_scale, Tensor indptr,"
+    " Tensor index, Tensor indptr_t, Tensor index_t, Tensor order_t, int bits, str op, int heads, bool needs_dtarget,"
+    " bool needs_dsource) -> (Tensor, Tensor)",
+    _fake_sddmm_backward,
+    Signature(
+        {
+            **{**CSR, **CSC, "grad": "E|E F", "x_target": "T H*D", "x_source": "S H*D"},
+            **{"target_scale": "1|T|T H", "source_scale": "1|S|S H"},
+        },
+        sizes={"heads": "H"},
+        choices={"bits": INT8_OR_FULL, "op": ("dot", "add"), "heads": POSITIVE},
+        pointers=("indptr", "indptr_t"),
+        indices={"index": "S", "index_t": "T", "order_t": "E"},
+    ),
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -12,30 +12,41 @@ from typing import Any
 from torch import Tensor
 
 from qgnn.ops._backends import Backend, define
+from qgnn.ops._checks import CSC, CSR, Signature
 
 
 def _softmax(backend: Backend, scores: Tensor, indptr: Tensor) -> Tensor:
     return backend.call("softmax", "softmax.forward", indptr, scores)
 
 
-softmax = define("softmax", _softmax, "(Tensor scores, Tensor indptr) -> Tensor")
-
-
-@softmax.register_fake
-def _(scores: Tensor, indptr: Tensor) -> Tensor:
+def _fake_softmax(scores: Tensor, indptr: Tensor) -> Tensor:
     return scores.new_empty(scores.shape)
+
+
+softmax = define(
+    "softmax",
+    _softmax,
+    "(Tensor scores, Tensor indptr) -> Tensor",
+    _fake_softmax,
+    Signature({"scores": "E H", "indptr": "T+1"}, pointers=("indptr",)),
+)
 
 
 def _softmax_backward(backend: Backend, grad: Tensor, out: Tensor, indptr: Tensor) -> Tensor:
     return backend.call("softmax_backward", "softmax.backward", indptr, out, grad)
 
 
-softmax_backward = define("softmax_backward", _softmax_backward, "(Tensor grad, Tensor out, Tensor indptr) -> Tensor")
-
-
-@softmax_backward.register_fake
-def _(grad: Tensor, out: Tensor, indptr: Tensor) -> Tensor:
+def _fake_softmax_backward(grad: Tensor, out: Tensor, indptr: Tensor) -> Tensor:
     return grad.new_empty(grad.shape)
+
+
+softmax_backward = define(
+    "softmax_backward",
+    _softmax_backward,
+    "(Tensor grad, Tensor out, Tensor indptr) -> Tensor",
+    _fake_softmax_backward,
+    Signature({"grad": "E H", "out": "E H", "indptr": "T+1"}, pointers=("indptr",)),
+)
 
 
 def _setup_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -63,16 +74,7 @@ def _attention_scores(
     return backend.call("attention_scores", "softmax.forward", *operands, negative_slope=negative_slope)
 
 
-attention_scores = define(
-    "attention_scores",
-    _attention_scores,
-    "(Tensor score_target, Tensor score_source, Tensor indptr, Tensor index, Tensor indptr_t, Tensor order_t,"
-    " float negative_slope) -> Tensor",
-)
-
-
-@attention_scores.register_fake
-def _(
+def _fake_attention_scores(
     score_target: Tensor,
     score_source: Tensor,
     indptr: Tensor,
@@ -82,6 +84,16 @@ def _(
     negative_slope: float,
 ) -> Tensor:
     return score_target.new_empty((index.shape[0], score_target.shape[1]))
+
+
+attention_scores = define(
+    "attention_scores",
+    _attention_scores,
+    "(Tensor score_target, Tensor score_source, Tensor indptr, Tensor index, Tensor indptr_t, Tensor order_t,"
+    " float negative_slope) -> Tensor",
+    _fake_attention_scores,
+    Signature({"score_target": "T H", "score_source": "S H", **CSR}, pointers=("indptr",), indices={"index": "S"}),
+)
 
 
 def _attention_scores_backward(
@@ -100,16 +112,7 @@ def _attention_scores_backward(
     return backend.call("attention_scores_backward", "softmax.backward", *operands, negative_slope=negative_slope)
 
 
-attention_scores_backward = define(
-    "attention_scores_backward",
-    _attention_scores_backward,
-    "(Tensor grad, Tensor out, Tensor score_target, Tensor score_source, Tensor indptr, Tensor index, Tensor indptr_t,"
-    " Tensor order_t, float negative_slope) -> (Tensor, Tensor)",
-)
-
-
-@attention_scores_backward.register_fake
-def _(
+def _fake_attention_scores_backward(
     grad: Tensor,
     out: Tensor,
     score_target: Tensor,
@@ -121,6 +124,20 @@ def _(
     negative_slope: float,
 ) -> tuple[Tensor, ...]:
     return score_target.new_empty(score_target.shape), score_source.new_empty(score_source.shape)
+
+
+attention_scores_backward = define(
+    "attention_scores_backward",
+    _attention_scores_backward,
+    "(Tensor grad, Tensor out, Tensor score_target, Tensor score_source, Tensor indptr, Tensor index, Tensor indptr_t,"
+    " Tensor order_t, float negative_slope) -> (Tensor, Tensor)",
+    _fake_attention_scores_backward,
+    Signature(
+        {"grad": "E H", "out": "E H", "score_target": "T H", "score_source": "S H", **CSR, **CSC},
+        pointers=("indptr", "indptr_t"),
+        indices={"index": "S", "order_t": "E"},
+    ),
+)
 
 
 def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qgnn.ops._backends import STREAM_GRAD, STREAM_INPUT, Backend, define, fresh
+from qgnn.ops._checks import CSC, CSR, GRANULARITIES, INT8_OR_FULL, Signature
 from qgnn.ops.matmul import bias_grad, fake_kept, quantize_operand
 
 
@@ -87,18 +88,7 @@ def _spmm(
     return fresh(x, (out, rows if made_codes else None, scale if made_codes else None))
 
 
-spmm = define(
-    "spmm",
-    _spmm,
-    "(Tensor x, Tensor? x_scale, Tensor? weight, Tensor? weight_t, Tensor? row_factor, Tensor? bias, Tensor indptr,"
-    " Tensor index, Tensor indptr_t, Tensor index_t, Tensor order_t, Tensor? seed, int bits, str granularity,"
-    " bool keep_codes)"
-    " -> (Tensor, Tensor, Tensor)",
-)
-
-
-@spmm.register_fake
-def _(
+def _fake_spmm(
     x: Tensor,
     x_scale: Tensor | None,
     weight: Tensor | None,
@@ -118,6 +108,22 @@ def _(
     dtype = x.dtype if x.is_floating_point() else torch.float32
     out = x.new_empty((indptr.shape[0] - 1, x.shape[1]), dtype=dtype)
     return (out, *fake_kept(x, x_scale, granularity, keep_codes))
+
+
+spmm = define(
+    "spmm",
+    _spmm,
+    "(Tensor x, Tensor? x_scale, Tensor? weight, Tensor? weight_t, Tensor? row_factor, Tensor? bias, Tensor indptr,"
+    " Tensor index, Tensor indptr_t, Tensor index_t, Tensor order_t, Tensor? seed, int bits, str granularity,"
+    " bool keep_codes) -> (Tensor, Tensor, Tensor)",
+    _fake_spmm,
+    Signature(
+        {"x": "S F", **CSR, "x_scale": "1|S", "weight": "E", "weight_t": "E", "row_factor": "T", "bias": "F"},
+        choices={"bits": INT8_OR_FULL, "granularity": GRANULARITIES},
+        pointers=("indptr",),
+        indices={"index": "S"},
+    ),
+)
 
 
 def _spmm_backward(
@@ -161,17 +167,7 @@ def _spmm_backward(
     return fresh(grad, (dx, dweight))
 
 
-spmm_backward = define(
-    "spmm_backward",
-    _spmm_backward,
-    "(Tensor grad, Tensor? x, Tensor? x_scale, Tensor? weight, Tensor? weight_t, Tensor? row_factor, Tensor indptr,"
-    " Tensor index, Tensor indptr_t, Tensor index_t, Tensor order_t, Tensor? seed, int bits, str granularity,"
-    " bool needs_dx, bool needs_dweight) -> (Tensor, Tensor)",
-)
-
-
-@spmm_backward.register_fake
-def _(
+def _fake_spmm_backward(
     grad: Tensor,
     x: Tensor | None,
     x_scale: Tensor | None,
@@ -192,6 +188,22 @@ def _(
     dx = grad.new_empty((indptr_t.shape[0] - 1, grad.shape[1])) if needs_dx else grad.new_empty(0)
     dweight = weight.new_empty(weight.shape) if needs_dweight and weight is not None else grad.new_empty(0)
     return dx, dweight
+
+
+spmm_backward = define(
+    "spmm_backward",
+    _spmm_backward,
+    "(Tensor grad, Tensor? x, Tensor? x_scale, Tensor? weight, Tensor? weight_t, Tensor? row_factor, Tensor indptr,"
+    " Tensor index, Tensor indptr_t, Tensor index_t, Tensor order_t, Tensor? seed, int bits, str granularity,"
+    " bool needs_dx, bool needs_dweight) -> (Tensor, Tensor)",
+    _fake_spmm_backward,
+    Signature(
+        {"grad": "T F", **CSR, **CSC, "x": "S F", "x_scale": "1|S", "weight": "E", "weight_t": "E", "row_factor": "T"},
+        choices={"bits": INT8_OR_FULL, "granularity": GRANULARITIES},
+        pointers=("indptr", "indptr_t"),
+        indices={"index": "S", "index_t": "T", "order_t": "E"},
+    ),
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

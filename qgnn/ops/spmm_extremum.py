@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qgnn import reference, trace
 from qgnn.ops._backends import STREAM_INPUT, Backend, define, fresh
+from qgnn.ops._checks import CSR, GRANULARITIES, INT8_OR_FULL, Signature
 from qgnn.ops.matmul import fake_kept, quantize_operand
 
 
@@ -50,16 +51,7 @@ def _spmm_extremum(
     return fresh(x, (out.to(x.dtype) if x.is_floating_point() else out, arg, *kept))
 
 
-spmm_extremum = define(
-    "spmm_extremum",
-    _spmm_extremum,
-    "(Tensor x, Tensor? x_scale, Tensor? weight, Tensor indptr, Tensor index, Tensor? seed, int bits,"
-    " str granularity, bool largest, bool keep_codes) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-
-
-@spmm_extremum.register_fake
-def _(
+def _fake_spmm_extremum(
     x: Tensor,
     x_scale: Tensor | None,
     weight: Tensor | None,
@@ -74,6 +66,21 @@ def _(
     shape = (indptr.shape[0] - 1, x.shape[1])
     out = x.new_empty(shape, dtype=x.dtype if x.is_floating_point() else torch.float32)
     return (out, index.new_empty(shape), *fake_kept(x, x_scale, granularity, keep_codes))
+
+
+spmm_extremum = define(
+    "spmm_extremum",
+    _spmm_extremum,
+    "(Tensor x, Tensor? x_scale, Tensor? weight, Tensor indptr, Tensor index, Tensor? seed, int bits,"
+    " str granularity, bool largest, bool keep_codes) -> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_spmm_extremum,
+    Signature(
+        {"x": "S F", **CSR, "x_scale": "1|S", "weight": "E"},
+        choices={"bits": INT8_OR_FULL, "granularity": GRANULARITIES},
+        pointers=("indptr",),
+        indices={"index": "S"},
+    ),
+)
 
 
 def _spmm_extremum_backward(
@@ -99,16 +106,7 @@ def _spmm_extremum_backward(
     return fresh(grad, (dx, dweight))
 
 
-spmm_extremum_backward = define(
-    "spmm_extremum_backward",
-    _spmm_extremum_backward,
-    "(Tensor grad, Tensor arg, Tensor? x, Tensor? x_scale, Tensor? weight, Tensor index, SymInt num_sources,"
-    " bool needs_dx, bool needs_dweight) -> (Tensor, Tensor)",
-)
-
-
-@spmm_extremum_backward.register_fake
-def _(
+def _fake_spmm_extremum_backward(
     grad: Tensor,
     arg: Tensor,
     x: Tensor | None,
@@ -122,6 +120,20 @@ def _(
     dx = grad.new_empty((num_sources, grad.shape[1])) if needs_dx else grad.new_empty(0)
     dweight = weight.new_empty(weight.shape) if needs_dweight and weight is not None else grad.new_empty(0)
     return dx, dweight
+
+
+spmm_extremum_backward = define(
+    "spmm_extremum_backward",
+    _spmm_extremum_backward,
+    "(Tensor grad, Tensor arg, Tensor? x, Tensor? x_scale, Tensor? weight, Tensor index, SymInt num_sources,"
+    " bool needs_dx, bool needs_dweight) -> (Tensor, Tensor)",
+    _fake_spmm_extremum_backward,
+    Signature(
+        {"grad": "T F", "arg": "T F", "index": "E", "x": "S F", "x_scale": "1|S", "weight": "E"},
+        sizes={"num_sources": "S"},
+        indices={"index": "S"},  # entries of `arg`, new in every call, are compared where they are used
+    ),
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

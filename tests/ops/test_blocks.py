@@ -88,7 +88,7 @@ def test_blocks_under_autocast() -> None:
 
 
 BAD_PACKS = {
-    "three bits": (ValueError, {"bits": 3}, "'bits' to be one of (1, 2, 4, 8), whole codes to a byte (got 3)"),
+    "three bits": (ValueError, {"bits": 3}, "'bits' to be one of (1, 2, 4, 8) (got 3)"),
     "no bits": (ValueError, {"bits": 0}, "(got 0)"),
     "sixteen bits": (ValueError, {"bits": 16}, "(got 16)"),
     "no block": (ValueError, {"block_size": 0}, "'block_size' from 1 to 65536 values (got 0)"),
@@ -96,7 +96,11 @@ BAD_PACKS = {
     "absurd": (ValueError, {"block_size": 65540}, "(got 65540)"),
     "torn byte": (ValueError, {"block_size": 30}, "multiple of 4 for 2-bit codes, so that a block takes whole bytes"),
     "torn bits": (ValueError, {"block_size": 12, "bits": 1}, "multiple of 8 for 1-bit codes"),
-    "integers": (TypeError, {"x": torch.arange(9)}, "'x' in a floating-point type (got torch.int64); use 'x.float()'"),
+    "integers": (
+        TypeError,
+        {"x": torch.arange(9)},
+        "'x' in a floating-point type (got torch.int64); use 'x.float()'",
+    ),
     "metadata": (TypeError, {"metadata_dtype": torch.float64}, "bfloat16 or torch.float16 (got torch.float64)"),
 }
 
@@ -108,7 +112,7 @@ def test_pack_refuses(name: str) -> None:
         **{"x": torch.randn(50), "seed": None, "bits": 2, "block_size": 16, "metadata_dtype": FP32},
         **change,
     }
-    with pytest.raises(error, match=r"'blocks_pack' expects .*" + re.escape(message)):
+    with pytest.raises(error, match=r"'qgnn::blocks_pack' expects .*" + re.escape(message)):
         ops.blocks_pack(*arguments.values())
     on_meta = {**arguments, "x": arguments["x"].to("meta")}
     with pytest.raises(error, match=re.escape(message)):
@@ -117,12 +121,13 @@ def test_pack_refuses(name: str) -> None:
 
 BYTES, ONES = torch.zeros(3, 4, dtype=torch.uint8), torch.ones(3)
 BAD_UNPACKS = {
-    "bits": (ValueError, {"bits": 5}, "'bits' to be one of (1, 2, 4, 8), whole codes to a byte (got 5)"),
-    "signed": (ValueError, {"packed": BYTES.char()}, "uint8 of two dimensions [blocks, bytes] (got torch.int8"),
-    "flat": (ValueError, {"packed": BYTES.flatten()}, "(got torch.uint8 of shape [12])"),
-    "too few offsets": (ValueError, {"low": ONES[:2]}, "'low' as floats of shape [3], one a block"),
-    "column of steps": (ValueError, {"step": ONES[:, None]}, "'step' as floats of shape [3]"),
-    "integer steps": (ValueError, {"step": ONES.int()}, "(got torch.int32 of shape [3])"),
+    "bits": (ValueError, {"bits": 5}, "'bits' to be one of (1, 2, 4, 8) (got 5)"),
+    "signed": (TypeError, {"packed": BYTES.char()}, "as 'blocks_pack' made it (got torch.int8)"),
+    "flat": (ValueError, {"packed": BYTES.flatten()}, "'packed' of shape [B, W] (got [12])"),
+    "too few offsets": (ValueError, {"low": ONES[:2]}, "'low' of shape [B] with B = 3 (got [2])"),
+    "column of steps": (ValueError, {"step": ONES[:, None]}, "'step' of shape [B] with B = 3 (got [3, 1])"),
+    "integer steps": (TypeError, {"step": ONES.int()}, "'step' in a floating-point type (got torch.int32)"),
+    "wide steps": (TypeError, {"step": ONES.double()}, "'step' in a type of at most 32 bits (got torch.float64)"),
     "too long": (ValueError, {"size": 49}, "fills 3 blocks of 16 values, the last one at least in part (got 49)"),
     "too short": (ValueError, {"size": 32}, "(got 32)"),
     "negative": (ValueError, {"size": -1}, "(got -1)"),
@@ -139,7 +144,7 @@ def test_unpack_refuses(name: str) -> None:
         **{"packed": BYTES, "low": ONES, "step": ONES, "bits": 2, "size": 40, "dtype": FP32},
         **change,
     }
-    with pytest.raises(error, match=r"'blocks_unpack' expects .*" + re.escape(message)):
+    with pytest.raises(error, match=r"'qgnn::blocks_unpack' expects .*" + re.escape(message)):
         ops.blocks_unpack(*arguments.values())
 
 

@@ -1,0 +1,280 @@
+"""Every operator refuses what its kernels would read or write beyond the end of, whoever calls it."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import qgnn.ops.graph_linear
+import qgnn.ops.matmul
+import qgnn.ops.sddmm
+import qgnn.ops.softmax
+import qgnn.ops.spmm
+import qgnn.ops.spmm_extremum  # noqa: F401  the backward operators are registered by these
+from qgnn import Graph
+from qgnn.ops import _checks
+
+S, T, E, F, H = 5, 4, 7, 6, 3
+GRAPH = Graph.from_edge_index(torch.tensor([[0, 1, 2, 3, 4, 4, 0], [0, 0, 1, 3, 3, 3, 3]]), (S, T))
+
+
+def codes(*shape: int) -> Tensor:
+    return torch.randint(-127, 128, shape, dtype=torch.int8)
+
+
+def both_orders() -> dict[str, Tensor]:
+    csr, csc = GRAPH.csr, GRAPH.csc
+    tensors = {"indptr": csr.indptr, "index": csr.index, "indptr_t": csc.indptr, "index_t": csc.index}
+    return {name: t.clone() for name, t in (tensors | {"order_t": csc.order}).items()}
+
+
+def rounding() -> dict[str, Any]:
+    return {"seed": torch.tensor([1]), "bits": 8, "granularity": "row"}
+
+
+def weights(prefix: str = "") -> dict[str, Tensor]:
+    return {f"{prefix}weight": torch.rand(E), f"{prefix}weight_t": torch.rand(E), "row_factor": torch.rand(T)}
+
+
+def arguments_of(name: str) -> dict[str, Any]:
+    """Arguments that the operator takes."""
+    pairs = {"x_target": torch.randn(T, F), "target_scale": None, "x_source": torch.randn(S, F), "source_scale": None}
+    scores = {"score_target": torch.randn(T, H), "score_source": torch.randn(S, H)}
+    no_index_t = {k: v for k, v in both_orders().items() if k != "index_t"}
+    rows, kept = {"x": torch.randn(S, F), "x_scale": None}, {"x": codes(S, F), "x_scale": torch.rand(S)}
+    both = {"needs_dx": True, "needs_dweight": True}
+    csr = {"indptr": GRAPH.csr.indptr.clone(), "index": GRAPH.csr.index.clone()}
+    made: dict[str, Callable[[], dict[str, Any]]] = {
+        "quantize": lambda: {"x": torch.randn(S, F), **rounding(), "block_size": 4},
+        "matmul": lambda: {
+            **{**rows, "weight": torch.randn(H, F), "bias": torch.randn(H)},
+            **{**rounding(), "keep_codes": True},
+        },
+        "matmul_backward": lambda: {
+            **{"grad": torch.randn(S, H), **kept, "weight": torch.randn(H, F)},
+            **{**rounding(), "needs_dx": True, "needs_dw": True},
+        },
+        "spmm": lambda: {**rows, **weights(), "bias": torch.rand(F), **both_orders(), **rounding(), "keep_codes": True},
+        "spmm_backward": lambda: {
+            "grad": torch.randn(T, F),
+            **kept,
+            **weights(),
+            **both_orders(),
+            **rounding(),
+            **both,
+        },
+        "spmm_extremum": lambda: {
+            **{**rows, "weight": torch.rand(E), **csr},
+            **{**rounding(), "largest": True, "keep_codes": True},
+        },
+        "spmm_extremum_backward": lambda: {
+            **{"grad": torch.randn(T, F), "arg": torch.randint(E, (T, F)).int(), **kept, "weight": torch.rand(E)},
+            **{"index": csr["index"], "num_sources": S, **both},
+        },
+        "sddmm": lambda: {**pairs, **both_orders(), **rounding(), "op": "dot", "heads": H, "keep_codes": True},
+        "sddmm_backward": lambda: {
+            **{"grad": torch.randn(E, H), "x_target": codes(T, F), "target_scale": torch.rand(T, H)},
+            **{"x_source": codes(S, F), "source_scale": torch.rand(1), **both_orders()},
+            **{"bits": 8, "op": "dot", "heads": H, "needs_dtarget": True, "needs_dsource": True},
+        },
+        "softmax": lambda: {"scores": torch.randn(E, H), "indptr": csr["indptr"]},
+        "softmax_backward": lambda: {"grad": torch.randn(E, H), "out": torch.rand(E, H), "indptr": csr["indptr"]},
+        "attention_scores": lambda: {**scores, **no_index_t, "negative_slope": 0.2},
+        "attention_scores_backward": lambda: {
+            **{"grad": torch.randn(E, H), "out": torch.rand(E, H), **scores, **no_index_t, "negative_slope": 0.2},
+        },
+        "graph_linear": lambda: {
+            **{**rows, "weight": torch.randn(H, F), "bias": torch.randn(H), **weights("edge_")},
+            **{**both_orders(), **rounding(), "keep_codes": True, "keep_hidden": True},
+        },
+        "graph_linear_backward": lambda: {
+            **{"grad": torch.randn(T, H), **kept, "weight": torch.randn(H, F), "hidden": codes(S, H)},
+            **{"hidden_scale": torch.rand(S), **weights("edge_"), **both_orders(), **rounding()},
+            **{"needs_dx": True, "needs_dw": True, "needs_dedge": True},
+        },
+        "blocks_pack": lambda: {
+            **{"x": torch.randn(50), "seed": torch.tensor([1]), "bits": 2, "block_size": 16},
+            **{"metadata_dtype": torch.float32},
+        },
+        "blocks_unpack": lambda: {
+            **{"packed": torch.zeros(3, 4, dtype=torch.uint8), "low": torch.ones(3), "step": torch.ones(3)},
+            **{"bits": 2, "size": 40, "dtype": torch.float32},
+        },
+    }
+    return made[name]()
+
+
+OPERATORS = sorted(
+    name.removeprefix("qgnn::")
+    for name in torch._C._dispatch_get_all_op_names()
+    if name.startswith("qgnn::") and "." not in name
+)
+
+
+def call(name: str, **change: Any) -> Any:
+    return getattr(torch.ops.qgnn, name)(**arguments_of(name) | change)
+
+
+def on_meta(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in arguments.items()}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_arguments_here_are_right(name: str) -> None:
+    """Otherwise the other tests would show nothing."""
+    results, fakes = call(name), getattr(torch.ops.qgnn, name)(**on_meta(arguments_of(name)))
+    for result, fake in zip(*([r] if isinstance(r, Tensor) else r for r in (results, fakes)), strict=True):
+        assert (result.shape, result.dtype) == (fake.shape, fake.dtype)
+
+
+SEVEN = torch.rand(E)
+LONG_POINTERS = torch.tensor([0, 2, 3, 3, 8], dtype=torch.int32)
+FALLING_POINTERS = torch.tensor([0, 5, 3, 3, 7], dtype=torch.int32)
+BAD = [
+    ("spmm", ValueError, {"weight": torch.rand(E - 1)}, "'weight' of shape [E] with E = 7 (got [6])"),
+    ("spmm", ValueError, {"weight": torch.rand(E, 1)}, "'weight' of shape [E] with E = 7 (got [7, 1])"),
+    ("spmm", ValueError, {"weight_t": torch.rand(E + 1)}, "'weight_t' of shape [E] with E = 7 (got [8])"),
+    ("spmm", ValueError, {"row_factor": torch.rand(T - 1)}, "'row_factor' of shape [T] with T = 4 (got [3])"),
+    ("spmm", ValueError, {"bias": torch.rand(F - 1)}, "'bias' of shape [F] with F = 6 (got [5])"),
+    ("spmm", ValueError, {"x": torch.randn(S)}, "'x' of shape [S, F] (got [5])"),
+    ("spmm", ValueError, {"x": torch.randn(S - 1, F)}, "'index' from 0 to 3 (got 4)"),
+    ("spmm", ValueError, {"x": codes(S, F), "x_scale": torch.rand(3)}, "'x_scale' of shape [1] or [S] with S = 5"),
+    ("spmm", TypeError, {"x_scale": torch.rand(S)}, "'x' as int8 codes, since it has a scale (got torch.float32)"),
+    ("spmm", TypeError, {"x": codes(S, F)}, "'x' in a floating-point type (got torch.int8); int8 codes come with"),
+    ("spmm", TypeError, {"index": GRAPH.csr.index.short()}, "'index' in torch.int32 or torch.int64 (got torch.int16)"),
+    ("spmm", ValueError, {"indptr": torch.empty(0, dtype=torch.int32)}, "'indptr' of shape [T+1] (got [0])"),
+    ("spmm", ValueError, {"indptr": LONG_POINTERS}, "'indptr' to rise from 0 to the number of edges, 7"),
+    ("spmm", ValueError, {"indptr": FALLING_POINTERS}, "'indptr' to rise from 0 to the number of edges, 7"),
+    ("spmm", ValueError, {"indptr": GRAPH.csr.indptr + 1}, "'indptr' to rise from 0"),
+    ("spmm", ValueError, {"index": GRAPH.csr.index - 1}, "'index' from 0 to 4 (got -1)"),
+    ("spmm", ValueError, {"seed": torch.tensor([1, 2])}, "'seed' as one torch.int64, of shape [1] (got torch.int64 of"),
+    ("spmm", ValueError, {"seed": torch.tensor([1], dtype=torch.int32)}, "'seed' as one torch.int64"),
+    ("spmm", ValueError, {"bits": 1}, "'bits' to be one of (0, 2, 3, 4, 5, 6, 7, 8) (got 1)"),
+    ("spmm", ValueError, {"granularity": "block"}, "'granularity' to be one of ('row', 'tensor') (got 'block')"),
+    ("spmm", ValueError, {"weight": SEVEN.to("meta")}, "'weight' on cpu, where its first argument is (got meta)"),
+    ("spmm_backward", ValueError, {"grad": torch.randn(T + 1, F)}, "'indptr' of shape [T+1] with T = 5 (got [5])"),
+    ("spmm_backward", ValueError, {"indptr_t": LONG_POINTERS}, "'x' of shape [S, F] with F = 6, S = 4 (got [5, 6])"),
+    ("spmm_backward", ValueError, {"index_t": GRAPH.csc.index + 1}, "'index_t' from 0 to 3 (got 4)"),
+    ("spmm_backward", ValueError, {"order_t": GRAPH.csc.order - 1}, "'order_t' from 0 to 6 (got -1)"),
+    ("spmm_extremum", ValueError, {"weight": torch.rand(E + 1)}, "'weight' of shape [E] with E = 7"),
+    (
+        "spmm_extremum_backward",
+        ValueError,
+        {"num_sources": S - 1},
+        "'x' of shape [S, F] with F = 6, S = 4 (got [5, 6])",
+    ),
+    ("spmm_extremum_backward", ValueError, {"index": GRAPH.csr.index + 1}, "'index' from 0 to 4 (got 5)"),
+    ("spmm_extremum_backward", ValueError, {"arg": torch.zeros(T, 1).int()}, "'arg' of shape [T, F] with F = 6, T = 4"),
+    ("sddmm", ValueError, {"op": "mul"}, "'op' to be one of ('dot', 'add') (got 'mul')"),
+    ("sddmm", ValueError, {"heads": 4}, "'x_target' of shape [T, H*D] with H = 4 (got [4, 6])"),
+    ("sddmm", ValueError, {"heads": 0}, "'heads' to be at least 1 (got 0)"),
+    (
+        "sddmm",
+        ValueError,
+        {"x_source": torch.randn(S, F + H)},
+        "'x_source' of shape [S, H*D] with D = 2, H = 3 (got [5, 9])",
+    ),
+    ("sddmm_backward", ValueError, {"target_scale": torch.rand(T, 2)}, "'target_scale' of shape [1] or [T] or [T, H]"),
+    ("sddmm_backward", ValueError, {"grad": torch.randn(E - 1, H)}, "'grad' of shape [E] or [E, F] with E = 7"),
+    ("softmax", ValueError, {"indptr": LONG_POINTERS}, "'indptr' to rise from 0 to the number of edges, 7"),
+    ("softmax_backward", ValueError, {"out": torch.rand(E, H + 1)}, "'out' of shape [E, H] with E = 7, H = 3"),
+    ("attention_scores", ValueError, {"score_source": torch.rand(2, H)}, "'index' from 0 to 1 (got 4)"),
+    ("attention_scores_backward", ValueError, {"order_t": GRAPH.csc.order + 1}, "'order_t' from 0 to 6 (got 7)"),
+    ("matmul", ValueError, {"bias": torch.rand(1)}, "'bias' of shape [M] with M = 3 (got [1])"),
+    ("matmul", ValueError, {"bits": 0}, "'bits' to be from 2 to 8 (got 0)"),
+    ("matmul", TypeError, {"weight": codes(H, F)}, "'weight' in a floating-point type (got torch.int8)"),
+    (
+        "matmul_backward",
+        ValueError,
+        {"grad": torch.randn(S, H - 1)},
+        "'weight' of shape [M, K] with M = 2 (got [3, 6])",
+    ),
+    ("graph_linear", ValueError, {"edge_weight": torch.rand(E - 1)}, "'edge_weight' of shape [E] with E = 7 (got [6])"),
+    ("graph_linear_backward", ValueError, {"hidden": codes(S, F)}, "'hidden' of shape [S, M] with M = 3, S = 5"),
+    ("quantize", ValueError, {"granularity": "rwo"}, "one of ('row', 'tensor', 'block') (got 'rwo')"),
+    ("quantize", ValueError, {"bits": 16}, "'bits' to be from 2 to 8 (got 16)"),
+    ("quantize", ValueError, {"block_size": 0}, "'block_size' to be at least 1 (got 0)"),
+    ("quantize", ValueError, {"seed": torch.tensor(1)}, "'seed' as one torch.int64, of shape [1]"),
+    ("blocks_pack", ValueError, {"seed": torch.tensor([1.0])}, "'seed' as one torch.int64"),
+    ("blocks_unpack", ValueError, {"low": torch.ones(2)}, "'low' of shape [B] with B = 3 (got [2])"),
+]
+
+
+@pytest.mark.parametrize(("name", "error", "change", "message"), BAD)
+def test_operators_refuse(name: str, error: type[Exception], change: dict[str, Any], message: str) -> None:
+    with pytest.raises(error, match=rf"^'qgnn::{name}' expects .*{re.escape(message)}"):
+        call(name, **change)
+    looks_at_values = "rise from" in message or "from 0 to" in message
+    if looks_at_values or "meta" in message:
+        return
+    with pytest.raises(error, match=re.escape(message)):  # so does the fake
+        getattr(torch.ops.qgnn, name)(**on_meta(arguments_of(name) | change))
+
+
+def test_every_operator_is_among_the_bad_inputs() -> None:
+    assert {name for name, *_ in BAD} == set(OPERATORS)
+
+
+def test_integer_sums_are_limited_to_what_int32_holds() -> None:
+    wide = {"x": torch.ones(1, _checks.MAX_TERMS + 1), "weight": torch.ones(1, _checks.MAX_TERMS + 1), "bias": None}
+    for name in ("matmul", "graph_linear"):
+        with pytest.raises(ValueError, match=rf"'qgnn::{name}' sums at most 131072 products .*K = 131073"):
+            getattr(torch.ops.qgnn, name)(**on_meta(arguments_of(name) | wide))
+    widest = {"x": torch.ones(1, _checks.MAX_TERMS), "weight": torch.ones(1, _checks.MAX_TERMS), "bias": None}
+    y, *_ = call("matmul", **widest, seed=None)
+    torch.testing.assert_close(y, torch.full((1, 1), float(_checks.MAX_TERMS)))
+
+
+def test_indices_are_searched_once() -> None:
+    """... while they live unchanged: a write to them is noticed."""
+    arguments = arguments_of("spmm")
+    seen: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for check in (_checks._check_pointers, _checks._check_indices):
+            patch.setattr(_checks, check.__name__, lambda *args, check=check: seen.append(args[1]) or check(*args))
+        for _ in range(3):
+            torch.ops.qgnn.spmm(**arguments)
+            assert seen == ["indptr", "index"]
+        arguments["index"][0] = S
+        with pytest.raises(ValueError, match=f"'index' from 0 to {S - 1} \\(got {S}\\)"):
+            torch.ops.qgnn.spmm(**arguments)
+
+
+@pytest.mark.parametrize("name", ["spmm", "spmm_backward", "sddmm", "sddmm_backward", "attention_scores_backward"])
+@pytest.mark.parametrize("wide", ["indptr", "index", "indptr_t", "order_t"])
+def test_index_types_may_differ(name: str, wide: str) -> None:
+    expected = call(name)
+    results = call(name, **{wide: arguments_of(name)[wide].long()})
+    for result, value in zip(*([r] if isinstance(r, Tensor) else r for r in (results, expected)), strict=True):
+        assert result.shape == value.shape
+
+
+def test_an_edge_that_does_not_exist_gives_its_gradient_to_nobody() -> None:
+    """``arg`` is new in every call: its entries are compared where they are used."""
+    arg = torch.full((T, F), E, dtype=torch.int32)
+    dx, _ = call("spmm_extremum_backward", arg=arg, x=None, x_scale=None, weight=None, needs_dweight=False)
+    assert torch.equal(dx, torch.zeros(S, F))
+
+
+@given(st.data())
+def test_a_wrong_argument_never_gets_through(data: st.DataObject) -> None:
+    """Any tensor with another shape or type either raises one of our errors or is a legal call of its own."""
+    name = data.draw(st.sampled_from(OPERATORS))
+    arguments = arguments_of(name)
+    victim = data.draw(st.sampled_from([k for k, v in arguments.items() if isinstance(v, Tensor)]))
+    t = arguments[victim]
+    shape = data.draw(st.lists(st.integers(0, 9), min_size=0, max_size=3))
+    dtype = data.draw(st.sampled_from([t.dtype, torch.int8, torch.int32, torch.int64, torch.float32, torch.float16]))
+    value = data.draw(st.sampled_from([-9, 0, 3, 2**31 - 1]))
+    changed = torch.full(shape, min(value, torch.iinfo(dtype).max) if not dtype.is_floating_point else 1.0, dtype=dtype)
+    message = f"'qgnn::{name}'"
+    try:
+        call(name, **{victim: changed})
+    except (ValueError, TypeError) as error:
+        message = str(error)
+    assert message.startswith((f"'qgnn::{name}'", "'sddmm'"))
