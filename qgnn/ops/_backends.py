@@ -200,7 +200,16 @@ def define(name: str, function: Callable[..., Any], schema: str, fake: Callable[
     op = torch.library.custom_op(owner, on_cpu, mutates_args=(), device_types="cpu", schema=schema)
     op.register_kernel("cuda")(on_cuda)
     op.register_fake(on_fake)
+    if name.endswith("_backward"):
+        op.register_autograd(partial(_no_second_derivative, name.removesuffix("_backward")))
     return op
+
+
+def _no_second_derivative(name: str, *_: Any) -> Any:
+    raise NotImplementedError(
+        f"'qgnn::{name}' has no second derivatives, which a backward pass through a gradient (create_graph=True) needs; "
+        f"use PyG's layer or a torch function there"
+    )
 
 
 def fake_codes(like: Tensor, num_rows: int, width: int) -> Tensor:

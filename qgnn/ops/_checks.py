@@ -8,8 +8,9 @@ once for tensors that live unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,6 +30,37 @@ MAX_TERMS = 1 << 17  # of an int32 sum of products of codes: 2^17 * 127^2 < 2^31
 _INDEX_TYPES = (torch.int32, torch.int64)
 _INDICES = ("indptr", "index", "indptr_t", "index_t", "order_t", "arg")
 _SCALES = {"x": "x_scale", "x_target": "target_scale", "x_source": "source_scale", "hidden": "hidden_scale"}
+
+
+@dataclass(frozen=True)
+class _Dimension:
+    """A size of a shape: ``times`` that of a letter plus ``more``, or just ``more``."""
+
+    letter: str | None
+    times: str | None = None
+    more: int = 0
+
+    @staticmethod
+    def parse(text: str) -> _Dimension:
+        if text.isdigit():
+            return _Dimension(None, more=int(text))
+        times, _, letter = text.removesuffix("+1").rpartition("*")
+        return _Dimension(letter, times or None, int(text.endswith("+1")))
+
+    def fits(self, size: Any, sizes: dict[str, Any]) -> bool:
+        """Whether ``size`` is right; a new letter gets its part of it."""
+        if self.letter is None:
+            return bool(size == self.more)
+        if self.more:
+            size = size - self.more
+            if size < 0:
+                return False
+        if self.times is not None:
+            times = sizes[self.times]
+            if size % times != 0:
+                return False
+            size = size // times
+        return bool(sizes.setdefault(self.letter, size) == size)
 
 
 @dataclass(frozen=True)
@@ -53,18 +85,30 @@ class Signature:
     indices: Mapping[str, str] = field(default_factory=dict)
     int32_sums: tuple[str, ...] = ()
 
+    @cached_property
+    def _dimensions(self) -> dict[str, list[list[_Dimension]]]:
+        return {
+            name: [[_Dimension.parse(d) for d in shape.split()] for shape in shapes.split("|")]
+            for name, shapes in self.shapes.items()
+        }
+
     def check(self, owner: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Check everything but the values of tensors, and return the size of each letter."""
-        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-        _check_places(owner, tensors)
-        _check_types(owner, tensors, arguments)
         for name, allowed in self.choices.items():
             if arguments[name] not in allowed:
                 raise ValueError(f"'{owner}' expects '{name}' to be {_any_of(allowed)} (got {arguments[name]!r})")
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        device = next(iter(tensors.values())).device
+        for name, t in tensors.items():
+            if t.device != device:
+                raise ValueError(
+                    f"'{owner}' expects '{name}' on {device}, where its first argument is (got {t.device})"
+                )
+            _check_type(owner, name, t, arguments)
         sizes = {letter: arguments[name] for name, letter in self.sizes.items()}
-        for name, shapes in self.shapes.items():
+        for name, shapes in self._dimensions.items():
             if name in tensors:
-                _check_shape(owner, name, tensors[name], shapes, sizes)
+                self._check_shape(owner, name, tensors[name], shapes, sizes)
         for letter in self.int32_sums:
             if sizes.get(letter, 0) > MAX_TERMS:
                 raise ValueError(
@@ -73,12 +117,33 @@ class Signature:
                 )
         return sizes
 
+    def _check_shape(
+        self, owner: str, name: str, t: Tensor, shapes: list[list[_Dimension]], sizes: dict[str, Any]
+    ) -> None:
+        num_known, actual = len(sizes), t.shape
+        for shape in shapes:
+            if len(actual) == len(shape) and all(d.fits(size, sizes) for d, size in zip(shape, actual, strict=True)):
+                return
+        text, before = self.shapes[name], list(sizes)[:num_known]
+        known = ", ".join(f"{letter} = {sizes[letter]}" for letter in sorted(before) if letter in text)
+        wanted = " or ".join(f"[{', '.join(shape.split())}]" for shape in text.split("|"))
+        with_sizes = f" with {known}" if known else ""
+        raise ValueError(f"'{owner}' expects '{name}' of shape {wanted}{with_sizes} (got {list(t.shape)})")
+
     def check_values(self, owner: str, arguments: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
-        """Raise unless pointers and indices stay within what they point into."""
-        for name in self.pointers:
-            _check_once(_check_pointers, owner, name, arguments[name], int(sizes["E"]))
-        for name, letter in self.indices.items():
-            _check_once(_check_indices, owner, name, arguments[name], int(sizes[letter]))
+        """Raise unless pointers and indices stay within what they point into; remembered for tensors unchanged."""
+        names = (*self.pointers, *self.indices)
+        if not names:
+            return
+        limits = tuple(int(sizes[letter]) for letter in (*("E" for _ in self.pointers), *self.indices.values()))
+
+        def check() -> bool:
+            for number, (name, limit) in enumerate(zip(names, limits, strict=True)):
+                look = _check_pointers if number < len(self.pointers) else _check_indices
+                look(owner, name, arguments[name], limit)
+            return True
+
+        cached(tuple(arguments[name] for name in names), ("checked", names, limits), check)
 
 
 def _any_of(allowed: Collection[Any]) -> str:
@@ -87,70 +152,28 @@ def _any_of(allowed: Collection[Any]) -> str:
     return f"one of {tuple(allowed)}"
 
 
-def _check_places(owner: str, tensors: Mapping[str, Tensor]) -> None:
-    first = next(iter(tensors.values()))
-    for name, t in tensors.items():
-        if t.device != first.device:
+def _check_type(owner: str, name: str, t: Tensor, arguments: Mapping[str, Any]) -> None:
+    if name in _INDICES:
+        if t.dtype not in _INDEX_TYPES:
+            raise TypeError(f"'{owner}' expects '{name}' in torch.int32 or torch.int64 (got {t.dtype})")
+    elif name == "seed":
+        if t.dtype != torch.int64 or tuple(t.shape) != (1,):
             raise ValueError(
-                f"'{owner}' expects '{name}' on {first.device}, where its first argument is (got {t.device})"
+                f"'{owner}' expects 'seed' as one torch.int64, of shape [1] (got {t.dtype} of shape {list(t.shape)}); "
+                f"make it with 'qgnn.rng.make_seed'"
             )
-
-
-def _check_types(owner: str, tensors: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
-    for name, t in tensors.items():
-        if name in _INDICES:
-            if t.dtype not in _INDEX_TYPES:
-                raise TypeError(f"'{owner}' expects '{name}' in torch.int32 or torch.int64 (got {t.dtype})")
-        elif name == "seed":
-            if t.dtype != torch.int64 or tuple(t.shape) != (1,):
-                raise ValueError(
-                    f"'{owner}' expects 'seed' as one torch.int64, of shape [1] (got {t.dtype} of shape "
-                    f"{list(t.shape)}); make it with 'qgnn.rng.make_seed'"
-                )
-        elif name == "packed":
-            if t.dtype != torch.uint8:
-                raise TypeError(f"'{owner}' expects 'packed' in torch.uint8, as 'blocks_pack' made it (got {t.dtype})")
-        elif _SCALES.get(name) in tensors:
-            if t.dtype != torch.int8:
-                raise TypeError(f"'{owner}' expects '{name}' as int8 codes, since it has a scale (got {t.dtype})")
-        elif not t.is_floating_point():
-            takes_codes = _SCALES.get(name) in arguments
-            hint = f"int8 codes come with '{_SCALES[name]}'" if takes_codes else f"use '{name}.float()'"
-            raise TypeError(f"'{owner}' expects '{name}' in a floating-point type (got {t.dtype}); {hint}")
-        elif t.dtype == torch.float64 and t.is_cuda:
-            raise TypeError(f"'{owner}' expects '{name}' in at most 32 bits on a GPU (got {t.dtype})")
-
-
-def _check_shape(owner: str, name: str, t: Tensor, shapes: str, sizes: dict[str, Any]) -> None:
-    for shape in shapes.split("|"):
-        dimensions, bound = shape.split(), dict(sizes)
-        if t.dim() == len(dimensions) and all(map(_fits, dimensions, t.shape, [bound] * t.dim())):
-            sizes |= bound
-            return
-    known = ", ".join(f"{letter} = {sizes[letter]}" for letter in sorted({c for c in shapes if c in sizes}))
-    wanted = " or ".join(f"[{', '.join(shape.split())}]" for shape in shapes.split("|"))
-    with_sizes = f" with {known}" if known else ""
-    raise ValueError(f"'{owner}' expects '{name}' of shape {wanted}{with_sizes} (got {list(t.shape)})")
-
-
-def _fits(dimension: str, size: Any, sizes: dict[str, Any]) -> bool:
-    """Whether a size is what a dimension of a shape says; a new letter gets it."""
-    if dimension.isdigit():
-        return bool(size == int(dimension))
-    if dimension.endswith("+1"):
-        return bool(size >= 1) and _fits(dimension[:-2], size - 1, sizes)
-    if "*" in dimension:
-        times, letter = dimension.split("*")
-        return bool(size % sizes[times] == 0) and _fits(letter, size // sizes[times], sizes)
-    return bool(sizes.setdefault(dimension, size) == size)
-
-
-def _check_once(check: Callable[[str, str, Tensor, int], None], owner: str, name: str, t: Tensor, limit: int) -> None:
-    def run() -> bool:
-        check(owner, name, t, limit)
-        return True
-
-    cached((t,), (check, limit), run)
+    elif name == "packed":
+        if t.dtype != torch.uint8:
+            raise TypeError(f"'{owner}' expects 'packed' in torch.uint8, as 'blocks_pack' made it (got {t.dtype})")
+    elif name in _SCALES and arguments.get(_SCALES[name]) is not None:
+        if t.dtype != torch.int8:
+            raise TypeError(f"'{owner}' expects '{name}' as int8 codes, since it has a scale (got {t.dtype})")
+    elif not t.is_floating_point():
+        takes_codes = _SCALES.get(name) in arguments
+        hint = f"int8 codes come with '{_SCALES[name]}'" if takes_codes else f"use '{name}.float()'"
+        raise TypeError(f"'{owner}' expects '{name}' in a floating-point type (got {t.dtype}); {hint}")
+    elif t.dtype == torch.float64 and t.is_cuda:
+        raise TypeError(f"'{owner}' expects '{name}' in at most 32 bits on a GPU (got {t.dtype})")
 
 
 def _check_pointers(owner: str, name: str, indptr: Tensor, num_edges: int) -> None:
