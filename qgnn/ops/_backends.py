@@ -207,8 +207,8 @@ def define(name: str, function: Callable[..., Any], schema: str, fake: Callable[
 
 def _no_second_derivative(name: str, *_: Any) -> Any:
     raise NotImplementedError(
-        f"'qgnn::{name}' has no second derivatives, which a backward pass through a gradient (create_graph=True) needs; "
-        f"use PyG's layer or a torch function there"
+        f"'qgnn::{name}' has no second derivatives, which a gradient of a gradient (create_graph=True) needs; use "
+        f"PyG's layer or a torch function there"
     )
 
 

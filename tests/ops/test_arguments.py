@@ -278,15 +278,3 @@ def test_a_wrong_argument_never_gets_through(data: st.DataObject) -> None:
     except (ValueError, TypeError) as error:
         message = str(error)
     assert message.startswith((f"'qgnn::{name}'", "'sddmm'"))
-
-
-@pytest.mark.parametrize("name", ["spmm", "softmax", "attention_scores", "graph_linear"])
-def test_a_second_derivative_is_refused_by_name(name: str) -> None:
-    arguments = arguments_of(name) | ({"seed": None} if "seed" in arguments_of(name) else {})
-    leaf = next(k for k in ("x", "scores", "score_source") if k in arguments)
-    arguments[leaf].requires_grad_()
-    results = getattr(torch.ops.qgnn, name)(**arguments)
-    out = results if isinstance(results, Tensor) else results[0]
-    (grad,) = torch.autograd.grad(out.square().sum(), arguments[leaf], create_graph=True)
-    with pytest.raises(NotImplementedError, match=rf"'qgnn::{name}' has no second derivatives"):
-        grad.square().sum().backward()

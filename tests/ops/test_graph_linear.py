@@ -278,7 +278,7 @@ def test_graph_linear_second_order_gradient_is_refused() -> None:
     graph = graph_of("random")
     tensors = {name: t.requires_grad_() for name, t in inputs(graph).items()}
     (dx,) = torch.autograd.grad(run(graph, **tensors).sum(), tensors["x"], create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+    with pytest.raises(RuntimeError, match="has no second derivatives"):
         dx.sum().backward()
 
 

@@ -202,7 +202,7 @@ def test_matmul_saves_codes_or_the_input(keep_codes: bool) -> None:
 def test_matmul_second_order_gradient_is_refused() -> None:
     x, weight = (t.requires_grad_() for t in list(inputs().values())[:2])
     (dx,) = torch.autograd.grad(run(x, weight).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+    with pytest.raises(RuntimeError, match="has no second derivatives"):
         dx.sum().backward()
 
 

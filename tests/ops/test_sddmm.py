@@ -286,7 +286,7 @@ def test_second_order_gradient_is_refused(bits: int) -> None:
     (dx,) = torch.autograd.grad(
         run(graph, target, source, bits=bits, keep_codes=False).sum(), target, create_graph=True
     )
-    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+    with pytest.raises(RuntimeError, match="has no second derivatives"):
         dx.sum().backward()
 
 

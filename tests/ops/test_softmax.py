@@ -211,7 +211,7 @@ def test_second_order_gradient_is_refused() -> None:
     graph = graph_of("random")
     scores = torch.randn(200, H, requires_grad=True)
     (dx,) = torch.autograd.grad(softmax(graph, scores)[:, 0].sum(), scores, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+    with pytest.raises(RuntimeError, match="has no second derivatives"):
         dx.sum().backward()
 
 

@@ -264,7 +264,7 @@ def test_spmm_second_order_gradient_is_refused(bits: int) -> None:
     graph = graph_of("random")
     x, weight, _ = (t.requires_grad_() for t in inputs(graph).values())
     (dx,) = torch.autograd.grad(run(graph, x, weight, bits=bits).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+    with pytest.raises(RuntimeError, match="has no second derivatives"):
         dx.sum().backward()
 
 
