@@ -86,11 +86,13 @@ def linear(
         seed: Seed of stochastic rounding.
 
     Shapes:
-        - **input:** ``x [..., K]``, ``weight [M, K]``, ``bias [M]``
+        - **input:** ``x [..., K]``, ``weight [M, K]``, ``bias [M]``; with ``config``, ``K`` and ``M`` up to 131,072,
+          which int32 sums hold
         - **output:** ``[..., M]``, of ``x``'s type (of ``weight``'s, if ``x`` is a QTensor)
 
     Raises:
-        ValueError: If the widths disagree.
+        TypeError: If ``x``, ``weight`` or ``bias`` hold no floats, or ``config`` is no QConfig.
+        ValueError: If widths or devices disagree.
 
     Example:
         >>> y = qgnn.functional.linear(torch.randn(9, 16), torch.randn(4, 16), config=qgnn.QConfig())

@@ -37,7 +37,8 @@ def sddmm(
         x_source: One row a source node; a :class:`qgnn.QTensor` has no gradient.
         x_target: One row a target node, of the same width and type.
         op: ``"dot"`` or ``"add"``.
-        config: How to quantize rows for dot products; ``None`` multiplies them as they are.
+        config: How to quantize rows for dot products; ``None`` multiplies them as they are. With granularity ``"row"``
+            a head of a row has its own scale, with ``"tensor"`` each side has one.
         seed: Seed of stochastic rounding.
 
     Shapes:
@@ -46,8 +47,8 @@ def sddmm(
           the rows, in the order of the given edges
 
     Raises:
-        TypeError: If the types of the rows disagree.
-        ValueError: If sizes disagree, ``op`` is unknown, or ``config`` is given with ``op="add"``.
+        TypeError: If the rows hold no floats or their types disagree, or ``config`` is no QConfig.
+        ValueError: If sizes or devices disagree, ``op`` is unknown, or ``config`` is given with ``op="add"``.
 
     Example:
         >>> edge_index = torch.tensor([[0, 1, 2], [1, 2, 0]])
@@ -102,7 +103,8 @@ def edge_softmax(graph: Any, scores: Tensor) -> Tensor:
         - **output:** as ``scores``, of the same type; computed in fp32 (float64 for float64 scores)
 
     Raises:
-        ValueError: If there is not one score (or row of them) an edge.
+        TypeError: If ``scores`` holds no floats.
+        ValueError: If there is not one score (or row of them) an edge, or it lies on another device.
 
     Example:
         >>> edge_index = torch.tensor([[0, 1, 2], [2, 2, 0]])
@@ -139,7 +141,9 @@ def attention_weights(graph: Any, score_source: Tensor, score_target: Tensor, ne
         - **output:** ``[E, H]``, of the scores' type, in the order of the given edges
 
     Raises:
-        ValueError: If the scores are no matrices with a column a head, or have not one row a node.
+        TypeError: If the scores hold no floats, or are of two types.
+        ValueError: If the scores are no matrices with a column a head, have not one row a node, or lie on different
+            devices.
 
     Example:
         >>> edge_index = torch.tensor([[0, 1, 2], [2, 2, 0]])

@@ -59,7 +59,9 @@ def spmm(
         - **output:** ``[T, F]``, of ``x``'s type (of the type that was quantized, if ``x`` is a QTensor)
 
     Raises:
-        ValueError: If ``x`` has not one row a source node, or ``reduce`` is unknown.
+        TypeError: If ``x`` is no tensor of floats, or ``config`` no QConfig.
+        ValueError: If ``x`` has not one row a source node, ``edge_weight`` not one value an edge, ``reduce`` is
+            unknown, weights are given twice, or tensors lie on different devices.
 
     Example:
         >>> edge_index = torch.tensor([[0, 1, 2], [1, 2, 2]])
@@ -102,11 +104,18 @@ def graph_linear(
         seed: Seed of stochastic rounding.
 
     Shapes:
-        - **input:** ``x [S, K]``, ``weight [M, K]``, ``bias [M]``, ``edge_weight [E]``
+        - **input:** ``x [S, K]``, ``weight [M, K]``, ``bias [M]``, ``edge_weight [E]`` or ``[E, 1]``; with ``config``,
+          ``K`` and ``M`` up to 131,072, which int32 sums hold
         - **output:** ``[T, M]``, of ``x``'s type (of ``weight``'s, if ``x`` is a QTensor)
 
     Raises:
-        ValueError: If sizes disagree or ``reduce`` is unknown.
+        TypeError: If ``x``, ``weight`` or ``bias`` hold no floats, or ``config`` is no QConfig.
+        ValueError: If sizes or devices disagree, ``reduce`` is unknown, or weights are given twice.
+
+    Example:
+        >>> edge_index = torch.tensor([[0, 1, 2], [1, 2, 2]])
+        >>> weight = torch.randn(4, 8, requires_grad=True)
+        >>> y = qgnn.functional.graph_linear(edge_index, torch.randn(3, 8), weight, config=qgnn.QConfig())
     """
     check_product_config(config, "graph_linear")
     check_product("graph_linear", x, weight, bias)

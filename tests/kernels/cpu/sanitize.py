@@ -90,6 +90,7 @@ def run_spmm(indptr: Tensor, index: Tensor, S: int, F: int) -> None:
     for largest in (True, False):
         out, arg = spmm.spmm_extremum(indptr, index, x, weight=weight, largest=largest)
         spmm.spmm_extremum_dx(index, torch.randn_like(out), arg, S, weight=weight)
+        spmm.spmm_extremum_dx(index, torch.randn_like(out), arg + E, S, weight=weight)  # no such edges
 
 
 def run_sddmm(indptr: Tensor, index: Tensor, S: int, F: int) -> None:
@@ -126,6 +127,10 @@ def run_graphs() -> None:
                 run_spmm(indptr, index, S, F)
                 run_sddmm(indptr, index, S, F)
             run_softmax(indptr, index, transposed, S)
+            other = torch.int64 if dtype == torch.int32 else torch.int32
+            run_spmm(indptr, index.to(other), S, 33)
+            run_sddmm(indptr, index.to(other), S, 33)
+            run_softmax(indptr, index.to(other), (transposed[0].to(other), transposed[1]), S)
 
 
 def run_blocks() -> None:
