@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from . import plots, report, summary
-from .records import RESULTS, ROOT, Record, append, make_stamp
+from .records import RESULTS, ROOT, Record, append, until
 from .suites import SUITES, cases
 
 
@@ -54,6 +54,8 @@ def make_report(options: argparse.Namespace) -> int:
 
 def measure(options: argparse.Namespace) -> int:
     """Measure the suites, appending the records of each case as soon as they are there."""
+    from qgnn.cli.provenance import make_stamp
+
     from . import harness
     from .clock import make_clock
     from .suites.inputs import Setting
@@ -78,6 +80,7 @@ def measure(options: argparse.Namespace) -> int:
         )
         try:
             for group in measured:
+                group = until(group, stamp, make_stamp(device))  # an edit or a commit during a long run shows
                 records += group
                 if results is not None:
                     append(results / stamp.machine / f"{suite}.jsonl", group)

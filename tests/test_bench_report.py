@@ -11,11 +11,12 @@ from house import ROOT
 sys.path.append(str(ROOT))  # bench is not installed; last, so that an installed qgnn is found first
 main = importlib.import_module("bench.__main__")
 plots = importlib.import_module("bench.plots")
+provenance = importlib.import_module("qgnn.cli.provenance")
 records = importlib.import_module("bench.records")
 report = importlib.import_module("bench.report")
 summary = importlib.import_module("bench.summary")
 
-STAMP = records.Stamp("Some CPU, 2 threads", "0123456789abcdef", False, {"torch": "2.0"})
+STAMP = provenance.Stamp("Some CPU, 2 threads", "0123456789abcdef", False, {"torch": "2.0"})
 OLD, NEW = "2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"
 
 
@@ -58,7 +59,7 @@ def cells(text: str, *words: str) -> list[list[str]]:
 
 
 def test_records_survive_the_file(tmp_path: Path) -> None:
-    lines = [make_record("x", 1.0, records.now()), make_record("y", 2.0, records.now())]
+    lines = [make_record("x", 1.0, provenance.now()), make_record("y", 2.0, provenance.now())]
     for line in lines:
         records.append(tmp_path / STAMP.machine / "unit.jsonl", [line])
     assert list(records.read(tmp_path)) == [("some-cpu-2-threads", line) for line in lines]
