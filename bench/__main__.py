@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from . import plots, report, summary
+from . import plots, readme, report
 from .records import RESULTS, ROOT, Record, append, until
 from .suites import SUITES, cases
 
@@ -24,7 +24,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, metavar="DIR", help=f"where records are (default: {RESULTS})")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further case after this time")
     parser.add_argument("--since", metavar="UTC", help="report: a text table of the records made since then")
-    readme_help = "report: rewrite the tables between the markers of README.md (or FILE)"
+    readme_help = "report: rewrite what is between the markers of README.md (or FILE)"
     parser.add_argument("--readme", type=Path, nargs="?", const=ROOT / "README.md", metavar="FILE", help=readme_help)
     parser.add_argument("--plots", type=Path, metavar="DIR", help="report: write PNG files there")
     options = parser.parse_args(arguments)
@@ -39,7 +39,7 @@ def make_report(options: argparse.Namespace) -> int:
     results = options.results or RESULTS
     if options.readme:
         try:
-            summary.rewrite(options.readme, results)
+            readme.rewrite(options.readme, results)
         except (OSError, ValueError) as error:
             print(f"--readme: {error}", file=sys.stderr)
             return 1
