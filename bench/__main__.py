@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from . import plots, report, summary
-from .records import RESULTS, ROOT, Record, append, make_stamp
+from . import plots, readme, report
+from .records import RESULTS, ROOT, Record, append, until
 from .suites import SUITES, cases
 
 
@@ -24,7 +24,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, metavar="DIR", help=f"where records are (default: {RESULTS})")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further case after this time")
     parser.add_argument("--since", metavar="UTC", help="report: a text table of the records made since then")
-    readme_help = "report: rewrite the tables between the markers of README.md (or FILE)"
+    readme_help = "report: rewrite what is between the markers of README.md (or FILE)"
     parser.add_argument("--readme", type=Path, nargs="?", const=ROOT / "README.md", metavar="FILE", help=readme_help)
     parser.add_argument("--plots", type=Path, metavar="DIR", help="report: write PNG files there")
     options = parser.parse_args(arguments)
@@ -39,7 +39,7 @@ def make_report(options: argparse.Namespace) -> int:
     results = options.results or RESULTS
     if options.readme:
         try:
-            summary.rewrite(options.readme, results)
+            readme.rewrite(options.readme, results)
         except (OSError, ValueError) as error:
             print(f"--readme: {error}", file=sys.stderr)
             return 1
@@ -54,6 +54,8 @@ def make_report(options: argparse.Namespace) -> int:
 
 def measure(options: argparse.Namespace) -> int:
     """Measure the suites, appending the records of each case as soon as they are there."""
+    from qgnn.cli.provenance import make_stamp
+
     from . import harness
     from .clock import make_clock
     from .suites.inputs import Setting
@@ -78,6 +80,7 @@ def measure(options: argparse.Namespace) -> int:
         )
         try:
             for group in measured:
+                group = until(group, stamp, make_stamp(device))  # an edit or a commit during a long run shows
                 records += group
                 if results is not None:
                     append(results / stamp.machine / f"{suite}.jsonl", group)

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from qgnn.cli.measure import MIB, SavedBytes
+from qgnn.cli.provenance import Stamp, now
 
 from .clock import Clock, percentile
-from .records import Record, Stamp, make_record, now
+from .records import Record, make_record
 
 
 class UnavailableError(Exception):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .records import Record, read
-from .summary import FP32, latest, machines, provenance, rival, table
+from .summary import FP32, WARM, latest, machines, provenance, rival, table
 
 COLUMNS = ("case", "pass", "provider", "ms", "p20-p80", "GB/s", "peak MiB", "saved MiB", "error", "x fp32", "x bf16")
 
@@ -16,8 +16,12 @@ def _number(value: float | None, digits: str = ".3g") -> str:
 
 
 def rows(group: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Table rows of one case and pass, the fastest provider first, failures last."""
-    rivals = [rival(group, *FP32), rival(group, "bf16")]
+    """Table rows of one case and pass, the fastest provider first, failures last.
+
+    There is no ratio of times that leave quantization out, or that were not measured in turn in one process.
+    """
+    is_fair = group[0]["pass"] != WARM and group[0]["suite"] != "memory"
+    rivals = [rival(group, *FP32), rival(group, "bf16")] if is_fair else [None, None]
     result = []
     for record in sorted(group, key=lambda record: (not record["ok"], record["median_ms"] or 0.0)):
         ms = record["median_ms"]

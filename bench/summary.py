@@ -1,5 +1,6 @@
 """One line a case, made of records alone: ours against the best rival; README's tables and the plots show these."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,32 @@ OURS, DEFAULT = "qgnn", "pyg coo fp32"
 CEILING = "ceiling"  # a provider that does less than the work, to show what the machine allows
 FP32 = ("fp32", "tf32")  # TF32 is the tensor cores' fp32
 
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+WARM = "warm"  # the pass on codes: quantization is not in its times, so nothing divides them by a rival's
+
 SPEED = ("case", "pass", "qgnn int ms", "qgnn fp32 ms", "best rival", "ms", "PyG COO ms", "speed-up", "over COO")
-MEMORY = ("case", "provider", "peak MiB", "kept MiB", "ms a step")
+MEMORY = ("case", "provider", "peak MiB", "kept MiB")
+CONSTANT = ("case", "qgnn int ms, quantization left out", "qgnn fp32 ms", "best rival", "ms")
+CONSTANT_TITLE = "Constant rows, quantized once: quantization is left out here"
+CONSTANT_NOTE = (
+    "Forward passes in which our int rows are given as codes, as constant features are. The step from fp32 rows to "
+    "codes is not in our times, so they are not those of a rival's whole work, and there is no ratio."
+)
+AGAINST_TITLE = "What skipping zeros brings, and what integer products of this machine do"
+AGAINST_NOTE = (
+    "The pass `warm`, and `backward` of features that are mostly zero, leave out for everyone what is done once for "
+    "constant operands: rounding them to codes, or making a sparse matrix of them."
+)
+AGAINST = ("case", "pass", "provider", "ms", "against", "ms", "times as fast")
+
+# Pairs of providers that README has a sentence about, by the last part of the case's name.
+PAIRS = {
+    "mostly-zero": (
+        ("qgnn int8", "qgnn all-multiplied int8"),
+        ("qgnn all-multiplied int8", "torch fp32"),
+        ("qgnn int8", "torch.sparse csr fp32"),
+    ),
+    "codes-in": (("onednn.qlinear int8", "torch fp32"), ("torch._int_mm int8", "torch fp32")),
+}
 WHOLE = ("train", "layer")  # suites that README shows at once; the primitives fold
 
 
@@ -45,11 +69,30 @@ def rival(group: Sequence[Record], *precisions: str) -> Record | None:
     return min(fitting, key=lambda record: record["median_ms"], default=None)
 
 
+def commit_of(record: Record) -> str:
+    """The commit in short, and whether the code differed from it."""
+    return f"{(record['commit'] or 'unknown')[:12]}{' (modified)' if record.get('dirty') else ''}"
+
+
+def _commits(groups: Sequence[Sequence[Record]]) -> str:
+    """The commit, or every commit with the suites that were measured at it."""
+    cases = Counter(group[0]["suite"] for group in groups)
+    suites: dict[str, Counter[str]] = {}
+    for group in groups:
+        suites.setdefault(commit_of(group[0]), Counter())[group[0]["suite"]] += 1
+    if len(suites) == 1:
+        return f"commit {next(iter(suites))}"
+
+    def names(found: Counter[str]) -> str:
+        return ", ".join(suite + ("" if count == cases[suite] else " in part") for suite, count in found.items())
+
+    return "commits " + ", ".join(f"{commit} ({names(found)})" for commit, found in suites.items())
+
+
 def provenance(groups: Sequence[Sequence[Record]]) -> str:
     records = [record for group in groups for record in group]
-    commits = sorted({f"{(r['commit'] or 'unknown')[:12]}{' (modified)' if r['dirty'] else ''}" for r in records})
-    versions = sorted({f"{name} {version}" for r in records for name, version in r["versions"].items()})
-    return f"{records[0]['device']}; commit {', '.join(commits)}; {', '.join(versions)}"
+    versions = sorted({f"{name} {v}" for r in records for name, v in r["versions"].items() if v is not None})
+    return f"{records[0]['device']}; {_commits(groups)}; {', '.join(versions)}"
 
 
 @dataclass(frozen=True)
@@ -122,8 +165,29 @@ def _speed_row(line: Line) -> tuple[str, ...]:
 
 
 def _memory_row(record: Record) -> tuple[str, ...]:
-    mib = ("", "") if not record["ok"] else (f"{record[name]:.0f}" for name in ("peak_mib", "saved_mib"))
-    return (record["case"], record["provider"], *mib, _ms(record))
+    """Without the times: every provider had a process of its own, so they were not measured in turn."""
+    mib = ("failed", "") if not record["ok"] else (f"{record[name]:.0f}" for name in ("peak_mib", "saved_mib"))
+    return (record["case"], record["provider"], *mib)
+
+
+def _constant_row(line: Line) -> tuple[str, ...]:
+    rival = "" if line.rival is None else line.rival["provider"]
+    return (f"{line.suite} {line.case}", _ms(line.quantized), _ms(line.full), rival, _ms(line.rival))
+
+
+def pairs(group: Sequence[Record]) -> Iterator[tuple[str, ...]]:
+    """Rows of the pairs of providers that a case was made to compare."""
+    by_name = {record["provider"]: record for record in group}
+    first = group[0]
+    for provider, other in PAIRS.get(first["case"].rpartition("/")[2], ()):
+        if provider in by_name and other in by_name:
+            a, b = by_name[provider], by_name[other]
+            factor = _times(b["median_ms"] / a["median_ms"]) if a["ok"] and b["ok"] else ""
+            yield (f"{first['suite']} {first['case']}", first["pass"], provider, _ms(a), other, _ms(b), factor)
+
+
+def _folded(title: str, *parts: str) -> str:
+    return "\n\n".join((f"<details><summary>{title}</summary>", *parts, "</details>"))
 
 
 def region(results: Path) -> str:
@@ -136,21 +200,11 @@ def region(results: Path) -> str:
             parts.append(table(SPEED, whole))
         if memory := [_memory_row(record) for group in groups if group[0]["suite"] == "memory" for record in group]:
             parts.append(table(MEMORY, memory))
-        if primitives := [_speed_row(line) for line in speed if line.suite not in WHOLE]:
-            folded = table(SPEED, primitives)
-            parts.append(f"<details><summary>The primitives one by one</summary>\n\n{folded}\n\n</details>")
+        alone = [line for line in speed if line.suite not in WHOLE]
+        if primitives := [_speed_row(line) for line in alone if line.pass_ != WARM]:
+            parts.append(_folded("The primitives one by one", table(SPEED, primitives)))
+        if constant := [_constant_row(line) for line in alone if line.pass_ == WARM]:
+            parts.append(_folded(CONSTANT_TITLE, CONSTANT_NOTE, table(CONSTANT, constant)))
+        if compared := [row for group in groups for row in pairs(group)]:
+            parts.append(_folded(AGAINST_TITLE, AGAINST_NOTE, table(AGAINST, compared)))
     return "\n\n".join(parts) if parts else "No records yet."
-
-
-def rewrite(readme: Path, results: Path) -> None:
-    """Put the tables between the markers of a file.
-
-    Raises:
-        ValueError: If the file has not exactly one pair of markers.
-    """
-    text = readme.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end) or BEGIN in rest or END in after:
-        raise ValueError(f"{readme} has to have one pair of lines '{BEGIN}' and '{END}'")
-    readme.write_text(f"{before}{BEGIN}\n{region(results)}\n{END}{after}", encoding="utf-8")

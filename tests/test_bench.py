@@ -10,11 +10,17 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+import torch
 
+import qgnn
 from house import ROOT
 
 sys.path.append(str(ROOT))  # bench is not installed; last, so that an installed qgnn is found first
+inputs = importlib.import_module("bench.suites.inputs")
 main = importlib.import_module("bench.__main__")
+matmul = importlib.import_module("bench.suites.matmul")
+provenance = importlib.import_module("qgnn.cli.provenance")
+recipe = importlib.import_module("qgnn.cli.recipe")
 records = importlib.import_module("bench.records")
 suites = importlib.import_module("bench.suites")
 
@@ -119,6 +125,45 @@ def test_a_run_records_only_where_it_should(
     assert main.main([*arguments, "--results", str(tmp_path / "elsewhere")]) == 0
     assert list((tmp_path / "elsewhere").glob("*/softmax.jsonl"))
     assert "softmax  arxiv/synthetic/x0.005/H4/" in capsys.readouterr().out
+
+
+def test_a_run_whose_checkout_changes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stamps of the start and of the first case agree; a commit comes before the second case ends."""
+    before = provenance.Stamp("Some CPU", "a" * 40, False, {"torch": "2.0"})
+    after = provenance.Stamp("Some CPU", "b" * 40, False, {"torch": "2.0"})
+    stamps = iter([before, before])
+    monkeypatch.setattr(provenance, "make_stamp", lambda device: next(stamps, after))
+    options = ["--device", "cpu", "--quick", "--results", str(tmp_path), "--json", str(tmp_path / "run.json")]
+    assert main.main(["softmax", *options]) == 0
+    for path in (tmp_path / "some-cpu" / "softmax.jsonl", tmp_path / "run.json"):
+        written = [json.loads(line) for line in path.read_text().splitlines()]
+        cases = list(dict.fromkeys((record["case"], record["pass"]) for record in written))
+        assert len(cases) > 1
+        for record in written:
+            assert record["commit"] == before.commit
+            assert record["dirty"] is ((record["case"], record["pass"]) != cases[0])
+
+
+@pytest.mark.parametrize("pass_", ["forward", "warm", "backward"])
+def test_zeros_are_skipped_by_the_one_and_multiplied_by_the_other(pass_: str) -> None:
+    features = matmul._MostlyZero(589, 512, 48, inputs.Setting(torch.device("cpu"), quick=True))
+    engines = {}
+    for provider in features.providers(pass_):
+        with qgnn.trace(error=False) as record:
+            provider.setup().run()
+        op = record.ops.get("matmul.backward_dw" if pass_ == "backward" else "matmul.forward")
+        engines[provider.name] = op and (op["format"], op["backend"].rpartition("/")[2])
+    product = "torch._int_mm" if torch.cpu._is_vnni_supported() and pass_ != "backward" else "torch.mm(fp32)"
+    assert engines.pop("qgnn int8") == ("int8", "nonzeros")
+    assert engines.pop("qgnn all-multiplied int8") == ("int8", product)
+    assert engines == dict.fromkeys(["torch fp32", *(["torch.sparse csr fp32"] if pass_ != "forward" else [])])
+
+
+def test_features_are_as_wide_and_as_sparse_as_wordnet() -> None:
+    x = qgnn.data.load("wordnet", None).x
+    assert tuple(x.shape) == matmul.WORDNET_SHAPE[:2]
+    assert recipe.WORDNET.hidden == matmul.WORDNET_SHAPE[2]
+    assert float(x.mean()) == pytest.approx(matmul.WORDNET_DENSITY, rel=1e-3)
 
 
 def test_a_suite_that_cannot_make_its_inputs_ends_alone(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ from house import ROOT
 
 sys.path.append(str(ROOT))  # bench is not installed; last, so that an installed qgnn is found first
 harness = importlib.import_module("bench.harness")
+provenance = importlib.import_module("qgnn.cli.provenance")
 records = importlib.import_module("bench.records")
 clock = importlib.import_module("bench.clock")
 
 CPU = torch.device("cpu")
-STAMP = records.Stamp("Some CPU, 2 threads", "0123456789abcdef", False, {"torch": "2.0"})
+STAMP = provenance.Stamp("Some CPU, 2 threads", "0123456789abcdef", False, {"torch": "2.0"})
+NOW, STAMPED = "2026-01-01T00:00:00+00:00", {"device", "commit", "dirty", "versions", "utc"}
 
 
 def provider(name: str, value: object, tolerance: float = 1e-3) -> object:
@@ -240,32 +243,43 @@ def test_deadline_stops_before_the_next_case() -> None:
     assert (len(list(late)), len(list(in_time))) == (0, 2)
 
 
+def test_records_of_a_checkout_that_changed_meanwhile_are_dirty() -> None:
+    made = [records.make_record(STAMP, NOW, **dict.fromkeys(set(records.FIELDS) - STAMPED))]
+    assert records.until(made, STAMP, replace(STAMP)) == made
+    for change in ({"commit": "fedc"}, {"dirty": True}, {"versions": {"torch": "2.1"}}):
+        (changed,) = records.until(made, STAMP, replace(STAMP, **change))
+        assert changed == {**made[0], "dirty": True}
+
+
 @pytest.mark.parametrize(
     ("told", "expected"), [("", (None, None)), ("0a1b", ("0a1b", False)), ("0a1b+", ("0a1b", True))]
 )
 def test_a_copy_without_git_is_told_its_commit(
     told: str, expected: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
     monkeypatch.setenv("QGNN_COMMIT", told)
-    stamp = records.make_stamp(CPU)
+    stamp = provenance.make_stamp(CPU)
     assert (stamp.commit, stamp.dirty) == expected
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_a_checkout_knows_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
         subprocess.run([*git, *command], check=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     (tmp_path / "bench" / "results" / "machine").mkdir(parents=True)
     (tmp_path / "bench" / "results" / "machine" / "unit.jsonl").touch()  # records do not make the code another one
-    assert records._commit() == (head, False)
+    assert provenance.commit() == (head, False)
     (tmp_path / "new.py").touch()
-    assert records._commit() == (head, True)
+    assert provenance.commit() == (head, True)
+    (tmp_path / "site-packages").mkdir()
+    monkeypatch.setattr(provenance, "ROOT", tmp_path / "site-packages")  # a package installed inside the checkout
+    assert provenance.commit() == (None, None)
 
 
 def test_record_needs_every_field() -> None:
     with pytest.raises(ValueError, match="a record has the fields"):
-        records.make_record(STAMP, records.now(), suite="unit")
+        records.make_record(STAMP, NOW, suite="unit")

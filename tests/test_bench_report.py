@@ -1,6 +1,7 @@
 """Tables, README's region and plots say what the records say."""
 
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -11,11 +12,14 @@ from house import ROOT
 sys.path.append(str(ROOT))  # bench is not installed; last, so that an installed qgnn is found first
 main = importlib.import_module("bench.__main__")
 plots = importlib.import_module("bench.plots")
+provenance = importlib.import_module("qgnn.cli.provenance")
+readme = importlib.import_module("bench.readme")
 records = importlib.import_module("bench.records")
 report = importlib.import_module("bench.report")
 summary = importlib.import_module("bench.summary")
 
-STAMP = records.Stamp("Some CPU, 2 threads", "0123456789abcdef", False, {"torch": "2.0"})
+STAMP = provenance.Stamp("Some CPU, 2 threads", "0123456789abcdef", False, {"torch": "2.0", "triton": None})
+BEGIN, END = readme.markers("bench")
 OLD, NEW = "2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"
 
 
@@ -58,7 +62,7 @@ def cells(text: str, *words: str) -> list[list[str]]:
 
 
 def test_records_survive_the_file(tmp_path: Path) -> None:
-    lines = [make_record("x", 1.0, records.now()), make_record("y", 2.0, records.now())]
+    lines = [make_record("x", 1.0, provenance.now()), make_record("y", 2.0, provenance.now())]
     for line in lines:
         records.append(tmp_path / STAMP.machine / "unit.jsonl", [line])
     assert list(records.read(tmp_path)) == [("some-cpu-2-threads", line) for line in lines]
@@ -90,9 +94,9 @@ def test_region_has_a_line_a_case(results: Path) -> None:
     assert line == ["train cora/gcn", "step", "10", "", "pyg coo fp32", "25", "25", "2.50x", "2.50x"]
     memory = [line for line in cells(text, "cora/gcn") if line[0] == "cora/gcn"]
     assert memory == [
-        ["cora/gcn", "qgnn int8", "100", "50", "11"],
-        ["cora/gcn", "pyg coo fp32", "4000", "80", "12"],
-        ["cora/gcn", "broken", "", "", "failed"],
+        ["cora/gcn", "qgnn int8", "100", "50"],  # no times: those of processes of their own do not compare
+        ["cora/gcn", "pyg coo fp32", "4000", "80"],
+        ["cora/gcn", "broken", "failed", ""],
     ]
     assert text.index("train cora/gcn") < text.index("<details>") < text.index("unit a/b")
 
@@ -110,32 +114,138 @@ def test_best_rival_of_what_has_none_in_fp32_is_any_but_the_ceiling() -> None:
     assert (line.quantized["provider"], line.full, line.rival["provider"]) == ("qgnn int2", None, "torch eager int2")
 
 
+def test_passes_on_constant_rows_have_a_table_without_ratios(results: Path) -> None:
+    warm = {"pass": "warm"}
+    group = [make_record("qgnn int8", 1.0, **warm), make_record("qgnn fp32", 3.0, **warm)]
+    group += [make_record("torch csr fp32", 4.0, **warm), make_record("pyg coo fp32", 5.0, **warm)]
+    records.append(results / STAMP.machine / "unit.jsonl", group)
+    before, title, after = summary.region(results).partition(summary.CONSTANT_TITLE)
+    assert "quantization is left out" in title
+    assert "warm" not in before
+    assert [line[:2] for line in cells(before, "unit a/b")] == [["unit a/b", "forward"]]
+    (header,), (line,) = cells(after, "quantization left out |"), cells(after, "unit a/b")
+    assert header == list(summary.CONSTANT)
+    assert line == ["unit a/b", "1", "3", "torch csr fp32", "4"]
+    assert [row[-2:] for row in report.rows(group)] == [("", "")] * 4  # the full tables divide neither
+
+
+def test_times_of_processes_of_their_own_are_not_divided(results: Path) -> None:
+    memory = [line for line in cells(report.markdown(results), "cora/gcn", "step") if line[6]]
+    assert [line[2:4] for line in memory] == [["qgnn int8", "11"], ["pyg coo fp32", "12"]]
+    assert [line[-2:] for line in memory] == [["", ""]] * 2
+
+
+def test_pairs_of_providers_that_sentences_rest_on(tmp_path: Path) -> None:
+    case = {"case": "a/mostly-zero", "pass": "warm"}
+    group = [make_record("qgnn int8", 2.0, **case), make_record("qgnn all-multiplied int8", 9.0, **case)]
+    group += [make_record("torch fp32", 6.0, **case, ok=False, median_ms=None)]
+    records.append(tmp_path / STAMP.machine / "unit.jsonl", group)
+    _, title, text = summary.region(tmp_path).partition(summary.AGAINST_TITLE)
+    assert title
+    assert summary.AGAINST_NOTE in text
+    case["case"] = "a/codes-in"
+    group = [
+        make_record("onednn.qlinear int8", 2.0, **case, ok=False, median_ms=None),
+        make_record("torch fp32", 6.0, **case),
+    ]
+    assert [row[2:] for row in summary.pairs(group)] == [("onednn.qlinear int8", "failed", "torch fp32", "6", "")]
+    start = ["unit a/mostly-zero", "warm"]
+    assert cells(text, "unit a/mostly-zero") == [
+        [*start, "qgnn int8", "2", "qgnn all-multiplied int8", "9", "4.50x"],
+        [*start, "qgnn all-multiplied int8", "9", "torch fp32", "failed", ""],
+    ]
+
+
+def test_provenance_names_the_suites_of_each_commit() -> None:
+    def group(suite: str, commit: str | None, **changes: object) -> list[dict]:
+        return [make_record("qgnn int8", 1.0, suite=suite, commit=commit, **changes)]
+
+    one = summary.provenance([group("spmm", "a" * 40), group("matmul", "a" * 40)])
+    assert one == "Some CPU, 2 threads; commit aaaaaaaaaaaa; torch 2.0"
+    groups = [group("spmm", "a" * 40), group("matmul", "a" * 40), group("matmul", "b" * 40, dirty=True)]
+    several = summary.provenance([*groups, group("blocks", None)])
+    commits = "aaaaaaaaaaaa (spmm, matmul in part), bbbbbbbbbbbb (modified) (matmul in part), unknown (blocks)"
+    assert several == f"Some CPU, 2 threads; commits {commits}; torch 2.0"
+
+
+def write_trained(results: Path, name: str, **changes: object) -> None:
+    """What ``qgnn train --json`` writes, as far as README shows it."""
+    run = {"compress": "none", "saved_mib": 1.5, "peak_mib": 100.0}
+    runs = [
+        {**run, "precision": "fp32", "seed": 0, "test_acc": 0.80, "epoch_ms": 30.0},
+        {**run, "precision": "fp32", "seed": 1, "test_acc": 0.82, "epoch_ms": 30.0},
+        {**run, "precision": "int8", "seed": 0, "test_acc": 0.79, "epoch_ms": 12.0},
+    ]
+    result = {"command": f"qgnn train --dataset {name}", "machine": STAMP.device, "commit": STAMP.commit, "runs": runs}
+    path = results / STAMP.machine / f"train-{name}.json"
+    path.write_text(json.dumps({**result, "dirty": False, "recipe": {"epochs": 20}, **changes}))
+
+
+def test_train_region_is_what_the_command_printed(results: Path) -> None:
+    write_trained(results, "photo")
+    write_trained(results, "cora", dirty=True)
+    found = dict(readme.regions(results))
+    assert list(found) == ["bench", "train:cora", "train:photo"]
+    text = found["train:photo"]
+    assert cells(text, "fp32") == [["fp32 (PyG)", "81.00 ± 1.41", "30.0", "1.50", "100", "1.00x"]]
+    assert cells(text, "int8") == [["int8 (qgnn)", "79.00", "12.0", "1.50", "100", "2.50x"]]
+    origin = "`qgnn train --dataset photo`: 2 seeds, 20 epochs; Some CPU, 2 threads; commit 0123456789ab"
+    assert text.endswith(f"\n\n{origin}")
+    assert found["train:cora"].endswith("commit 0123456789ab (modified)")
+
+
 def test_readme_is_rewritten_between_its_markers_only(results: Path, tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{summary.BEGIN}\nold\n{summary.END}\nafter\n")
+    write_trained(results, "photo")
+    write_trained(results, "cora")  # without markers: not shown
+    begin, end = readme.markers("train:photo")
+    path = tmp_path / "README.md"
+    path.write_text(f"before\n{begin}\n{end}\nbetween\n{BEGIN}\nold\n{END}\nafter\n")
+    text = dict(readme.regions(results))
+    expected = f"before\n{begin}\n{text['train:photo']}\n{end}\nbetween\n{BEGIN}\n{text['bench']}\n{END}\nafter\n"
     for _ in range(2):
-        assert main.main(["report", "--results", str(results), "--readme", str(readme)]) == 0
-        assert readme.read_text() == f"before\n{summary.BEGIN}\n{summary.region(results)}\n{summary.END}\nafter\n"
+        assert main.main(["report", "--results", str(results), "--readme", str(path)]) == 0
+        assert path.read_text() == expected
+
+
+ONE_PAIR = "expected one pair of lines '<!-- {0}:begin -->' and '<!-- {0}:end -->'"
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", summary.BEGIN, summary.END, f"{summary.END} {summary.BEGIN}", f"{summary.BEGIN} {summary.END} {summary.END}"],
+    ("text", "message"),
+    [
+        ("", ONE_PAIR.format("bench")),
+        (BEGIN, ONE_PAIR.format("bench")),
+        (END, ONE_PAIR.format("bench")),
+        (f"{END} {BEGIN}", ONE_PAIR.format("bench")),
+        (f"{END} {BEGIN} {END}", ONE_PAIR.format("bench")),
+        (f"{BEGIN} {END} {END}", ONE_PAIR.format("bench")),
+        (f"{BEGIN} {END} <!-- train:photo:begin -->", ONE_PAIR.format("train:photo")),
+        (f"{BEGIN} {END} <!-- train:photo:end -->", ONE_PAIR.format("train:photo")),
+        (
+            f"{BEGIN} {END} <!-- train:foto:begin --> <!-- train:foto:end -->",
+            "'<!-- train:foto:begin -->' expects one of bench, train:photo; no record in",
+        ),
+    ],
 )
-def test_readme_without_one_pair_of_markers_is_left_alone(
-    text: str, results: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+def test_readme_without_pairs_of_markers_is_left_alone(
+    text: str, message: str, results: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(text)
-    assert main.main(["report", "--results", str(results), "--readme", str(readme)]) == 1
-    assert readme.read_text() == text
-    assert "has to have one pair of lines '<!-- bench:begin -->' and '<!-- bench:end -->'" in capsys.readouterr().err
+    write_trained(results, "photo")
+    path = tmp_path / "README.md"
+    path.write_text(text)
+    assert main.main(["report", "--results", str(results), "--readme", str(path)]) == 1
+    assert path.read_text() == text
+    assert f"--readme: {path}: {message}" in capsys.readouterr().err
 
 
 def test_readme_shows_what_the_committed_records_give() -> None:
     """Failing: run ``python -m bench report --readme``."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{summary.BEGIN}\n{summary.region(records.RESULTS)}\n{summary.END}" in text
+    for name, region in readme.regions(records.RESULTS):
+        begin, end = readme.markers(name)
+        assert f"{begin}\n{region}\n{end}" in text, f"{name} is missing or not what its records say"
+        text = text.replace(region, "")
+    assert not [line for line in text.splitlines() if line.startswith("|")], "a table that no record made"
 
 
 def test_plots_are_drawn(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -150,6 +260,8 @@ def test_plots_are_drawn(results: Path, tmp_path: Path, capsys: pytest.CaptureFi
 def test_plots_show_the_factors(results: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn = {}
     monkeypatch.setattr(plots, "_save", lambda draw, found, device, path: drawn.update({path.stem: found}))
+    warm = [make_record("qgnn int8", 1.0, **{"pass": "warm"}), make_record("torch fp32", 4.0, **{"pass": "warm"})]
+    records.append(results / STAMP.machine / "unit.jsonl", warm)  # without quantization: no bar
     plots.write(results, tmp_path)
     assert [plots._factors(line) for line in drawn["some-cpu-2-threads-primitives"]] == [
         {"quantized": 3.0, "full": 1.5}

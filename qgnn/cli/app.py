@@ -1,5 +1,6 @@
 """Entry point: parse, run, and turn what went wrong into one line and an exit code."""
 
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = ""
     try:
         options = build_parser().parse_args(argv)
+        options.command_line = shlex.join(["qgnn", *(sys.argv[1:] if argv is None else argv)])
         command = f" {options.command}"
         if options.command == "train":
             from qgnn.cli.train import train

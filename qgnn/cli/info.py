@@ -3,7 +3,6 @@
 import argparse
 import importlib.util
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from qgnn import functional
+from qgnn.cli.provenance import cpu_name, versions
 from qgnn.cli.train import check_writable, write_json
-from qgnn.cli.versions import versions
 from qgnn.config import QConfig
 from qgnn.ops._backends import c_kernels
 from qgnn.trace import trace
@@ -55,15 +54,6 @@ def devices() -> list[dict[str, Any]]:
         size = f"{properties.total_memory / 2**30:.0f} GiB"
         found.append({"device": f"cuda:{index}", "name": f"{properties.name}, {capability}, {size}"})
     return found
-
-
-def cpu_name() -> str:
-    """The model of the processor, as the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def backends() -> dict[str, dict[str, dict[str, Any]]]:

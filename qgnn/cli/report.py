@@ -37,23 +37,31 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def table(runs: list[dict[str, Any]], caption: str = "") -> Table:
     """The comparison of all precisions, with speed relative to ``fp32``, which is PyG's own."""
-    rows = {name: summarize(group) for name, group in by_precision(runs).items()}
     result = Table(caption=caption, caption_justify="left")
     result.add_column("precision")
     result.add_column("test accuracy %", justify="right", no_wrap=True)
     for heading in ("ms per epoch", "MiB kept for backward", "peak MiB", "speed vs PyG fp32"):
         result.add_column(heading, justify="right")
-    for name, row in rows.items():
-        speed = f"{rows['fp32']['epoch_ms'] / row['epoch_ms']:.2f}x" if "fp32" in rows else "-"
-        result.add_row(
+    for row in cells(runs, plus_minus()):
+        result.add_row(*row)
+    return result
+
+
+def cells(runs: list[dict[str, Any]], sign: str = "±") -> list[tuple[str, ...]]:
+    """The text of the table's rows, ``sign`` before a deviation."""
+    rows = {name: summarize(group) for name, group in by_precision(runs).items()}
+    fp32_ms = rows["fp32"]["epoch_ms"] if "fp32" in rows else None
+    return [
+        (
             name,
-            f"{row['acc']:.2f}" + ("" if row["acc_dev"] is None else f" {plus_minus()} {row['acc_dev']:.2f}"),
+            f"{row['acc']:.2f}" + ("" if row["acc_dev"] is None else f" {sign} {row['acc_dev']:.2f}"),
             f"{row['epoch_ms']:.1f}",
             f"{row['saved_mib']:.2f}",
             "-" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}",
-            speed,
+            "-" if fp32_ms is None else f"{fp32_ms / row['epoch_ms']:.2f}x",
         )
-    return result
+        for name, row in rows.items()
+    ]
 
 
 def caption(dataset: str, data: Data, recipe: Recipe, device: torch.device) -> str:

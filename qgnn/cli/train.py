@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from qgnn.cli import report
 from qgnn.cli.errors import UsageError
 from qgnn.cli.plot import check_plot, write_plot
 from qgnn.cli.precision import Precision
+from qgnn.cli.provenance import make_stamp, now
 from qgnn.cli.recipe import Recipe, recipe_for
 from qgnn.cli.run import Run, normalize_rows, train_run
-from qgnn.cli.versions import versions
 from qgnn.data import DatasetError, load
 
 
@@ -46,16 +47,11 @@ def train(options: argparse.Namespace) -> None:
                 "last layer stays in full precision; give --layers 2 or leave it out"
             )
 
+    stamp, utc = make_stamp(device), now()
     try:
         if recipe.normalize:
             data = normalize_rows(data)
-        result = {
-            "dataset": options.dataset.strip().lower(),
-            "model": options.model,
-            "device": device.type,
-            "versions": versions(),
-            "runs": train_all(data, options, recipe, device),
-        }
+        runs = train_all(data, options, recipe, device)
     except (RuntimeError, MemoryError) as error:
         # On a CPU torch has no error type of its own for this.
         if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in str(error):
@@ -64,7 +60,21 @@ def train(options: argparse.Namespace) -> None:
             f"not enough memory on {device.type} to train on {options.dataset} with {recipe.hidden} hidden channels; "
             f"give a smaller --hidden{'' if device.type == 'cpu' else ' or --device cpu'}"
         ) from error
-    Console().print(report.table(result["runs"], report.caption(options.dataset, data, recipe, device)))
+    stamp = stamp.until(make_stamp(device))
+    result = {
+        "command": options.command_line,
+        "utc": utc,
+        "machine": stamp.device,
+        "commit": stamp.commit,
+        "dirty": stamp.dirty,
+        "versions": stamp.versions,
+        "dataset": options.dataset.strip().lower(),
+        "model": options.model,
+        "device": device.type,
+        "recipe": asdict(recipe),
+        "runs": runs,
+    }
+    Console().print(report.table(runs, report.caption(options.dataset, data, recipe, device)))
     if options.json is not None:
         write_json(Path(options.json), result)
     if options.plot is not None:

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 
-from qgnn.cli import report
+from qgnn.cli import provenance, report
 from qgnn.cli import train as train_module
 from qgnn.cli.args import build_parser
 from qgnn.cli.model import GCN
@@ -23,6 +25,7 @@ from qgnn.cli.run import score, train_run
 from qgnn.nn import QGCNConv
 
 CPU = torch.device("cpu")
+PROVENANCE_KEYS = {"command", "utc", "machine", "commit", "dirty", "versions"}
 RUN_KEYS = {"precision", "compress", "seed", "test_acc", "epoch_ms", "saved_mib", "peak_mib", "ops"}
 
 
@@ -33,9 +36,8 @@ def result(qgnn_train: Callable[..., int], tmp_path: Path) -> dict[str, Any]:
 
 
 def test_json_has_the_promised_keys(result: dict[str, Any]) -> None:
-    assert set(result) == {"dataset", "model", "device", "versions", "runs"}
+    assert set(result) == PROVENANCE_KEYS | {"dataset", "model", "device", "recipe", "runs"}
     assert (result["dataset"], result["model"], result["device"]) == ("photo", "gcn", "cpu")
-    assert set(result["versions"]) == {"python", "qgnn", "torch", "torch_geometric", "triton", "numpy"}
     assert [(run["precision"], run["seed"]) for run in result["runs"]] == [
         ("fp32", 5),
         ("fp32", 6),
@@ -49,6 +51,28 @@ def test_json_has_the_promised_keys(result: dict[str, Any]) -> None:
         assert run["epoch_ms"] > 0
         assert run["saved_mib"] > 0
         assert run["peak_mib"] is None or run["peak_mib"] > 10
+
+
+def test_json_says_what_its_numbers_belong_to(result: dict[str, Any], tmp_path: Path) -> None:
+    options = "--device cpu --dataset photo --epochs 4 --hidden 8 --seeds 2 --seed 5"
+    assert result["command"] == f"qgnn train {options} --json {tmp_path / 'out.json'}"
+    assert result["recipe"] == asdict(Recipe(epochs=4, hidden=8))
+    assert result["machine"] == f"{provenance.cpu_name()}, 1 threads"
+    assert (result["commit"], result["dirty"]) == provenance.commit()
+    assert result["versions"] == provenance.versions()
+    assert set(result["versions"]) >= {"python", "qgnn", "torch", "torch_geometric", "triton", "numpy"}
+    age = datetime.now(timezone.utc) - datetime.fromisoformat(result["utc"])
+    assert timedelta() < age < timedelta(hours=1)
+
+
+def test_json_of_a_checkout_that_changed_meanwhile_is_dirty(
+    qgnn_train: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commits = iter([("a" * 40, False), ("b" * 40, False)])
+    monkeypatch.setattr(provenance, "commit", lambda: next(commits))
+    assert qgnn_train("--seeds", "1", "--json", str(tmp_path / "out.json")) == 0
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert (result["commit"], result["dirty"]) == ("a" * 40, True)
 
 
 def test_json_shows_int8_forward_and_backward(result: dict[str, Any]) -> None:
@@ -239,4 +263,6 @@ def test_module_runs_as_a_program_outside_the_checkout(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "wordnet: 117,791 nodes, 368,166 directed edges" in done.stdout
     assert "\x1b" not in done.stdout + done.stderr
-    assert len(json.loads((tmp_path / "out.json").read_text())["runs"]) == 1
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert len(result["runs"]) == 1
+    assert result["command"] == f"qgnn {' '.join(arguments)} --json out.json", "neither the interpreter nor a path"

@@ -1,0 +1,88 @@
+"""What stands between a pair of markers of README, made of records: the suites' tables and those of ``qgnn train``."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .summary import commit_of, region, table
+
+BENCH = "bench"
+TRAIN = ("precision", "test accuracy %", "ms per epoch", "MiB kept", "peak MiB", "speed")
+PYG = ("fp32", "bf16")  # precisions of PyG's own layers
+
+_MARKER = re.compile(r"<!-- ([\w:.-]+):(?:begin|end) -->")
+
+
+def markers(name: str) -> tuple[str, str]:
+    """The lines around a region."""
+    return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+
+
+def trained(results: Path) -> dict[str, list[dict[str, Any]]]:
+    """What ``qgnn train --json`` wrote to ``<machine>/train-<name>.json``, by region: ``train:<name>``."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(results.glob("*/train-*.json")):
+        name = path.stem.removeprefix("train-")
+        found.setdefault(f"train:{name}", []).append(json.loads(path.read_text(encoding="utf-8")))
+    return found
+
+
+def train_region(results: list[dict[str, Any]]) -> str:
+    """The table that the command printed on each machine, and where it comes from."""
+    from qgnn.cli.report import cells
+
+    parts = []
+    for result in results:
+        rows = [(f"{name} ({'PyG' if name in PYG else 'qgnn'})", *rest) for name, *rest in cells(result["runs"])]
+        parts.append(f"{table(TRAIN, rows)}\n\n{_origin(result)}")
+    return "\n\n".join(parts)
+
+
+def _origin(result: dict[str, Any]) -> str:
+    """Command, effort, machine and commit of a result."""
+    num_seeds = len({run["seed"] for run in result["runs"]})
+    effort = f"{num_seeds} seed{'s' if num_seeds > 1 else ''}"
+    if "recipe" in result:
+        effort += f", {result['recipe']['epochs']} epochs"
+    return f"`{result['command']}`: {effort}; {result['machine']}; commit {commit_of(result)}"
+
+
+def regions(results: Path) -> Iterator[tuple[str, str]]:
+    """Every region that there are records for, and its text."""
+    yield BENCH, region(results)
+    for name, found in trained(results).items():
+        yield name, train_region(found)
+
+
+def fill(text: str, results: Path) -> str:
+    """The text with its regions as the records have them; a region without markers is left out, but for ``bench``'s.
+
+    Raises:
+        ValueError: If markers come without their other, more than once, or without records.
+    """
+    known = dict(regions(results))
+    for name in dict.fromkeys((BENCH, *_MARKER.findall(text))):
+        begin, end = markers(name)
+        before, found_begin, rest = text.partition(begin)
+        _, found_end, after = rest.partition(end)
+        if not (found_begin and found_end) or begin in rest or end in before + after:
+            raise ValueError(f"expected one pair of lines '{begin}' and '{end}'")
+        if name not in known:
+            raise ValueError(f"'{begin}' expects one of {', '.join(known)}; no record in {results} is of that name")
+        text = f"{before}{begin}\n{known[name]}\n{end}{after}"
+    return text
+
+
+def rewrite(readme: Path, results: Path) -> None:
+    """Put the tables between the markers of a file.
+
+    Raises:
+        ValueError: If :func:`fill` does not know what to do; the file is left alone.
+    """
+    try:
+        text = fill(readme.read_text(encoding="utf-8"), results)
+    except ValueError as error:
+        raise ValueError(f"{readme}: {error}") from error
+    readme.write_text(text, encoding="utf-8")

@@ -1,0 +1,100 @@
+"""What a number belongs to: the machine, the commit, the versions, the time."""
+
+import os
+import platform
+import re
+import subprocess
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]  # of the checkout, where the package runs from one
+PACKAGES = ("qgnn", "torch", "torch_geometric", "triton", "numpy")
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What the results of one process share.
+
+    Args:
+        device: The machine, in words.
+        commit: That of the checkout, ``None`` where there is none.
+        dirty: Whether the code differs from the commit, ``None`` where that is not known.
+        versions: Those of Python and of the packages.
+    """
+
+    device: str
+    commit: str | None
+    dirty: bool | None
+    versions: dict[str, str | None]
+
+    @property
+    def machine(self) -> str:
+        """The device's name as a folder's name."""
+        return re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
+
+    def until(self, end: "Stamp") -> "Stamp":
+        """This stamp for work that ended under another one: what changed in between makes the code a modified one."""
+        return self if end == self else Stamp(self.device, self.commit, True, self.versions)
+
+
+def make_stamp(device: torch.device) -> Stamp:
+    """The stamp of this process as things are now."""
+    return Stamp(device_name(device), *commit(), versions())
+
+
+def now() -> str:
+    """The time in UTC, as ISO 8601 writes it."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def cpu_name() -> str:
+    """The model of the processor, as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's with the number of threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def versions() -> dict[str, str | None]:
+    """The version of Python and of each package, ``None`` for one that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    found["torch"] = torch.__version__  # with the build
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def commit() -> tuple[str | None, bool | None]:
+    """The checkout's commit, and whether its code differs from it; a copy without git may be told by QGNN_COMMIT.
+
+    An installed package has no commit, even where some other project's checkout surrounds it.
+    """
+    if (root := _git("rev-parse", "--show-toplevel")) and Path(root) == ROOT and (head := _git("rev-parse", "HEAD")):
+        return head, bool(_git("status", "--porcelain", "--", ".", ":!bench/results"))
+    told, modified, _ = os.environ.get("QGNN_COMMIT", "").partition("+")
+    return (told, bool(modified)) if told else (None, None)
