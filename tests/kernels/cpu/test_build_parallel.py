@@ -25,6 +25,7 @@ def test_sources_are_compiled_at_the_same_time(
     sources: Place, compiler: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(build, "TIMEOUT_S", 20)
     script = compiler(': > "$0.$$"; while [ $(ls "$0".[0-9]* | wc -l) -lt 3 ]; do sleep 0.01; done')
     assert team(build.load().library) >= 1
     assert calls(script) == 3
@@ -83,6 +84,7 @@ def test_compilers_end_with_the_build(
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(build, "VARIANTS", LAST)
+    monkeypatch.setenv("TMPDIR", str(sources.temporary))
     script = compiler(HANGING.replace("FATE", "echo 'no second' >&2; exit 1" if end == "a failure" else ":"))
     os.mkfifo(f"{script}.alive")
     alive = os.open(f"{script}.alive", os.O_RDONLY | os.O_NONBLOCK)
