@@ -164,6 +164,25 @@ def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
+def _start(call: list[str], scratch: Path, errors: Path) -> subprocess.Popen[bytes]:
+    """Start a command, in a group of its own so that it can be killed with what it starts."""
+    with open(errors, "wb") as file:  # not a pipe, which somebody would have to read
+        return subprocess.Popen(
+            call,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=file,
+            env={**os.environ, "TMPDIR": str(scratch)},  # what a killed compiler leaves there goes with the folder
+            start_new_session=True,
+        )
+
+
+def _check(call: list[str], status: int, errors: Path) -> None:
+    if status != 0:
+        reason = errors.read_text(errors="replace").strip()[-2000:] or f"exit status {status}"
+        raise CompilerError(f"the C compiler failed: {reason}\nThe command was: {shlex.join(call)}")
+
+
 def _run_all(calls: list[list[str]], scratch: Path, deadline: float) -> None:
     """Run commands, as many at a time as there are cores, until all have ended or one has failed.
 
@@ -171,37 +190,24 @@ def _run_all(calls: list[list[str]], scratch: Path, deadline: float) -> None:
         CompilerError: If one fails.
         BuildError: If one does not run, or does not end before the deadline.
     """
-    waiting = list(enumerate(calls))
+    waiting = list(range(len(calls)))
     running: dict[int, subprocess.Popen[bytes]] = {}
-    environment = {**os.environ, "TMPDIR": str(scratch)}  # what a killed compiler leaves there goes with the folder
+    errors = [scratch / f"{number}.err" for number in waiting]
     try:
         while waiting or running:
             while waiting and len(running) < (os.cpu_count() or 1):
-                number, call = waiting.pop(0)
-                with open(scratch / f"{number}.err", "wb") as errors:
-                    running[number] = subprocess.Popen(
-                        call,
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
-                        stderr=errors,
-                        env=environment,
-                        start_new_session=True,  # a group, to be killed with what the compiler starts
-                    )
-            ended = [number for number, process in running.items() if process.poll() is not None]
-            for number in ended:
-                status = running.pop(number).returncode
-                if status != 0:
-                    said = (scratch / f"{number}.err").read_text(errors="replace").strip()
-                    reason = said[-2000:] or f"exit status {status}"
-                    command = shlex.join(calls[number])
-                    raise CompilerError(f"the C compiler failed: {reason}\nThe command was: {command}")
-            if running and not ended:
-                if time.monotonic() > deadline:
-                    command = shlex.join(calls[min(running)])
-                    raise BuildError(
-                        f"the C compiler did not run to its end: timed out after {TIMEOUT_S} seconds\n"
-                        f"The command was: {command}"
-                    )
+                number = waiting.pop(0)
+                running[number] = _start(calls[number], scratch, errors[number])
+            for number, process in list(running.items()):
+                if process.poll() is not None:
+                    del running[number]
+                    _check(calls[number], process.returncode, errors[number])
+            if running and time.monotonic() > deadline:
+                raise BuildError(
+                    f"the C compiler did not run to its end: timed out after {TIMEOUT_S} seconds\n"
+                    f"The command was: {shlex.join(calls[min(running)])}"
+                )
+            if running:
                 time.sleep(POLL_S)
     except OSError as error:
         raise BuildError(f"the C compiler did not run to its end: {error}") from error
