@@ -55,9 +55,9 @@ def write_compiler(path: Path, faults: str = "") -> Path:
 
 
 def calls(compiler: Path) -> int:
-    """How often the script ran."""
+    """How often the script was told to compile a file."""
     log = Path(f"{compiler}.log")
-    return len(log.read_text().splitlines()) if log.exists() else 0
+    return sum(" -c " in line for line in log.read_text().splitlines()) if log.exists() else 0
 
 
 def rejecting(*flags: str) -> str:

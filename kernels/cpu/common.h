@@ -51,10 +51,11 @@ INLINE int64_t num_parts(int64_t N, int64_t threads) {
     return threads == 1 ? 1 : max_i64(1, min_i64(N, threads * PARTS_PER_THREAD));
 }
 
-/* First row of a part of a CSR graph, such that rows + edges of all parts are about equal. */
+/* First row of a part of a CSR graph, such that rows + edges of all parts are about equal; N for part == parts. A
+ * test of `part` here would make GCC split the loop over the parts, and compile its body twice. */
 INLINE int64_t part_of_rows(const void *indptr, int64_t N, int64_t part, int64_t parts, const int wide) {
-    if (part >= parts) return N;
-    const int64_t goal = (int64_t)((double)(load_index(indptr, N, wide) + N) * (double)part / (double)parts);
+    const int64_t total = load_index(indptr, N, wide) + N;
+    const int64_t goal = total / parts * part + total % parts * part / parts; /* exact, and without overflow */
     int64_t low = 0, high = N;
     while (low < high) {
         const int64_t middle = low + (high - low) / 2;

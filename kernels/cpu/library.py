@@ -5,6 +5,7 @@ import ctypes
 import os
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ _madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
 _lock = threading.Lock()
 _library: ctypes.CDLL | None = None
 _failure: str | None = None
+_not_kept: str | None = None
 _functions: dict[str, "ctypes._NamedFuncPointer"] = {}
 _is_forked = False
 
@@ -48,16 +50,25 @@ def _share_openmp() -> None:
 
 
 def _load() -> ctypes.CDLL:
-    global _library, _failure
+    global _library, _failure, _not_kept
+    is_first = False
     with _lock:
         if _library is None and _failure is None:
             _share_openmp()
             try:
-                _library = build.load()
+                _library, _not_kept = build.load()
+                is_first = True
             except build.BuildError as error:
                 _failure = str(error)
     if _library is None:
         raise build.BuildError(_failure)
+    if is_first and _not_kept is not None:  # without the lock: who shows the warning may call a kernel
+        warnings.warn(
+            f"each process compiles qgnn's CPU kernels anew, as they cannot be kept: {_not_kept}; repair this, or set "
+            f"QGNN_CACHE_DIR to a folder that you alone can write to",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return _library
 
 
@@ -74,6 +85,12 @@ def unavailable() -> str | None:
 def path() -> Path:
     """Where the loaded library is."""
     return Path(_load()._name)
+
+
+def not_kept() -> str | None:
+    """Why each process compiles the library anew, or ``None`` if it lies in the user's cache folder."""
+    _load()
+    return _not_kept
 
 
 def num_threads() -> int:

@@ -27,7 +27,8 @@ def info(options: argparse.Namespace) -> None:
     """
     if options.json is not None:
         check_writable("--json", Path(options.json))
-    result: dict[str, Any] = {"versions": versions(), "devices": devices(), "ops": backends()}
+    result: dict[str, Any] = {"versions": versions(), "devices": devices()}
+    result |= {"c_kernels": c_kernels()[1], "ops": backends()}
     if options.json is not None:
         write_json(Path(options.json), result)
 
@@ -38,11 +39,28 @@ def info(options: argparse.Namespace) -> None:
     console.print("devices", style="bold")
     for device in result["devices"]:
         console.print(f"  {device['device']}: {device['name']}")
+    console.print("C kernels", style="bold")
+    for line in describe(result["c_kernels"]):
+        console.print(f"  {escape(line)}", soft_wrap=True)
     table = Table("op", "device", "backend", "why", title="which backend serves each op", title_justify="left")
     for op, served in result["ops"].items():
         for device, entry in served.items():
             table.add_row(op, device, entry["backend"] or "none", escape(entry["why"]))
     console.print(table)
+
+
+def describe(library: dict[str, Any]) -> list[str]:
+    """The lines about the library of the C kernels."""
+    if library["path"] is None:
+        return [f"none: {library['missing']}"]
+    lines = [
+        f"library: {library['path']}",
+        f"OpenMP: {'yes' if library['openmp'] else 'no, each call runs on one thread'}",
+        f"compiled for: {'this CPU (-march=native)' if library['native'] else 'the baseline of its architecture'}",
+    ]
+    if library["not_kept"] is not None:
+        lines.append(f"compiled anew by each process: {library['not_kept']}")
+    return lines
 
 
 def devices() -> list[dict[str, Any]]:
@@ -62,8 +80,9 @@ def backends() -> dict[str, dict[str, dict[str, Any]]]:
     Found by running a tiny layer forward and backward on each device, not by looking at settings.
     """
     served: dict[str, dict[str, dict[str, Any]]] = {}
-    compiled, detail = c_kernels()
+    compiled, library = c_kernels()
     reason = "C kernels, compiled at the first call" if compiled else "plain PyTorch"
+    detail = library["path"] or library["missing"]
     for op, backend in probe("cpu").items():
         served[op] = {"cpu": {"backend": backend, "why": f"{reason}: {' '.join(detail.split())[:300]}"}}
     if not torch.cuda.is_available():

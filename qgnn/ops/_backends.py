@@ -146,14 +146,17 @@ def c_backend() -> Backend | None:
     return Backend("c", {name: getattr(modules[home], name) for name, home in _HOMES.items()}, _c_serves, engines)
 
 
-def c_kernels() -> tuple[bool, str]:
-    """Whether the native kernels can be used, and where their library is, or why not."""
-    from qgnn.kernels.cpu import library
+def c_kernels() -> tuple[bool, dict[str, Any]]:
+    """Whether the native kernels can be used, and how: where their library is, how it was compiled, why it is not kept
+    for other processes, or why there is none (``path``, ``openmp``, ``native``, ``not_kept``, ``missing``)."""
+    from qgnn.kernels.cpu import info, library
 
     if os.getpid() != _PROCESS:
         library.work_alone()
-    reason = library.unavailable()
-    return (True, str(library.path())) if reason is None else (False, reason)
+    missing = library.unavailable()
+    if missing is not None:
+        return False, {"path": None, "openmp": None, "native": None, "not_kept": None, "missing": missing}
+    return True, {"path": str(library.path()), **info.info(), "not_kept": library.not_kept(), "missing": None}
 
 
 def cpu_backend() -> Backend:

@@ -1,11 +1,16 @@
 """``qgnn info``: versions, devices, and backends found by running the ops."""
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from compilers import rejecting, write_compiler
 from qgnn.cli import info, main
 
 
@@ -13,7 +18,7 @@ def test_info_writes_what_it_prints(capsys: pytest.CaptureFixture[str], tmp_path
     assert main(["info", "--json", str(tmp_path / "info.json")]) == 0
     out, err = capsys.readouterr()
     result = json.loads((tmp_path / "info.json").read_text())
-    assert set(result) == {"versions", "devices", "ops"}
+    assert set(result) == {"versions", "devices", "c_kernels", "ops"}
     assert set(result["versions"]) == {"python", "qgnn", "torch", "torch_geometric", "triton", "numpy"}
     assert result["versions"]["torch"] in out
     assert result["devices"][0]["device"] == "cpu"
@@ -27,11 +32,60 @@ def test_info_writes_what_it_prints(capsys: pytest.CaptureFixture[str], tmp_path
     assert err == ""
 
 
+@pytest.fixture
+def qgnn_info(tmp_path: Path) -> Callable[..., tuple[dict, str, str]]:
+    """``qgnn info`` as a command, on a machine where nothing is compiled yet: its JSON, output and errors."""
+
+    def run(faults: str = "") -> tuple[dict, str, str]:
+        script = write_compiler(tmp_path / "compiler", f'{faults}\nset -- "$@" -O0')  # a fast one
+        variables = {"CC": str(script), "QGNN_CACHE_DIR": str(tmp_path / "cache"), "PYTHONWARNINGS": "default"}
+        command = [sys.executable, "-m", "qgnn.cli", "info", "--json", str(tmp_path / "info.json")]
+        environment = {**os.environ, **variables}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        assert result.returncode == 0, result.stderr[-3000:]
+        return json.loads((tmp_path / "info.json").read_text())["c_kernels"], result.stdout, result.stderr
+
+    return run
+
+
+@pytest.mark.parametrize("missing", [(), ("-fopenmp",), ("-march=native",)])
+def test_info_says_how_the_c_kernels_were_compiled(
+    qgnn_info: Callable[..., tuple[dict, str, str]], tmp_path: Path, missing: tuple[str, ...]
+) -> None:
+    found, out, err = qgnn_info(rejecting(*missing) if missing else "")
+    (path,) = (tmp_path / "cache").iterdir()
+    openmp, native = "-fopenmp" not in missing, "-march=native" not in missing
+    assert found == {"path": str(path), "openmp": openmp, "native": native, "not_kept": None, "missing": None}
+    lines = [line.rstrip() for line in out.splitlines()]
+    start = lines.index("C kernels")
+    assert lines[start + 1 : start + 5] == [
+        f"  library: {path}",
+        "  OpenMP: yes" if openmp else "  OpenMP: no, each call runs on one thread",
+        "  compiled for: this CPU (-march=native)" if native else "  compiled for: the baseline of its architecture",
+        "which backend serves each op",
+    ]
+    assert "each process compiles" not in err
+
+
+def test_info_says_why_the_c_kernels_are_not_kept(
+    qgnn_info: Callable[..., tuple[dict, str, str]], tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    cache.chmod(0o775)
+    found, out, err = qgnn_info()
+    assert found["not_kept"] == f"others can write to {cache} (to end that: chmod go-w {cache})"
+    assert f"  compiled anew by each process: {found['not_kept']}\n" in out
+    warning = f"each process compiles qgnn's CPU kernels anew, as they cannot be kept: {found['not_kept']}; repair this"
+    assert err.count(warning) == 1
+    assert list(cache.iterdir()) == []
+
+
 def test_info_says_why_the_cpu_runs_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info, "c_kernels", lambda: (False, "no C compiler: none of cc, gcc, clang is on the path"))
+    monkeypatch.setattr(info, "c_kernels", lambda: (False, {"path": None, "missing": "no C compiler"}))
     monkeypatch.setattr(info, "probe", lambda device: {"spmm": "torch"})
-    why = "plain PyTorch: no C compiler: none of cc, gcc, clang is on the path"
-    assert info.backends()["spmm"]["cpu"] == {"backend": "torch", "why": why}
+    assert info.backends()["spmm"]["cpu"] == {"backend": "torch", "why": "plain PyTorch: no C compiler"}
+    assert info.describe({"path": None, "missing": "no C compiler"}) == ["none: no C compiler"]
 
 
 def test_info_says_why_the_gpu_serves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

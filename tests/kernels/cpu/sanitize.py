@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from qgnn.kernels.cpu import blocks, library, matmul, quantize, sddmm, softmax, spmm
+from qgnn.kernels.cpu import blocks, info, library, matmul, quantize, sddmm, softmax, spmm
 from torch import Tensor
 
 from graphs import GRAPHS, RECTANGULAR
@@ -156,6 +156,7 @@ def main() -> None:
         run_matmul()
         run_blocks()
         run_graphs()
+        info.info()
     print(json.dumps(sorted(CALLED)))
 
 

@@ -4,6 +4,7 @@ import ctypes
 import errno
 import os
 import pwd
+import re
 import stat
 import tempfile
 from collections.abc import Callable
@@ -53,7 +54,7 @@ def _refusing(error: int) -> Callable[[Place, pytest.MonkeyPatch], None]:
 
         def refuse(*args: object, **options: object) -> tuple[int, str]:
             if options["dir"] == place.cache:
-                raise OSError(error, os.strerror(error), str(place.cache))
+                raise OSError(error, os.strerror(error), str(place.cache / ".building-abc"))
             return mkstemp(*args, **options)
 
         monkeypatch.setattr(tempfile, "mkstemp", refuse)
@@ -66,7 +67,7 @@ def _full(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def refuse(path: Path, target: Path) -> Path:
         if path.parent == place.cache:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as from a write: it names no file
         return replace(path, target)
 
     monkeypatch.setattr(Path, "replace", refuse)
@@ -84,17 +85,18 @@ def _without_execution(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.ctypes, "CDLL", refuse)
 
 
+# What is wrong, and what is told of it; FOLDER stands for the folder.
 UNUSABLE = {
-    "file": _a_file,
-    "below a file": _below_a_file,
-    "writable by the group": _for_a_group,
-    "writable by all": _for_everyone,
-    "of another user": _of_another_user,
-    "no home": _without_home,
-    "read-only": _refusing(errno.EROFS),
-    "not allowed": _refusing(errno.EACCES),
-    "full": _full,
-    "noexec": _without_execution,
+    "file": (_a_file, "File exists: 'FOLDER'"),
+    "below a file": (_below_a_file, "Not a directory: '.*/file/cache'"),
+    "writable by the group": (_for_a_group, r"others can write to FOLDER \(to end that: chmod go-w FOLDER\)"),
+    "writable by all": (_for_everyone, r"others can write to FOLDER \(to end that: chmod go-w FOLDER\)"),
+    "of another user": (_of_another_user, "FOLDER belongs to another user"),
+    "no home": (_without_home, "the user has no home folder to make ~/.cache/qgnn in"),
+    "read-only": (_refusing(errno.EROFS), "Read-only file system: 'FOLDER'"),
+    "not allowed": (_refusing(errno.EACCES), "Permission denied: 'FOLDER'"),
+    "full": (_full, "No space left on device: 'FOLDER'"),
+    "noexec": (_without_execution, "FOLDER/.*: failed to map segment"),
 }
 WITH_LIBRARY = ("writable by the group", "writable by all", "of another user", "noexec")
 
@@ -108,8 +110,10 @@ def test_an_unusable_cache_folder_gives_way_to_a_temporary_one(
     script = compiler()
     monkeypatch.delenv("CC")  # the same key as of the library that is there
     monkeypatch.setattr(build, "compiler", lambda: [str(script)])
-    UNUSABLE[case](place, monkeypatch)
-    library = build.load()
+    prepare, reason = UNUSABLE[case]
+    prepare(place, monkeypatch)
+    library, not_kept = build.load()
+    assert re.search(reason.replace("FOLDER", re.escape(str(place.cache))), not_kept)
     assert folder_of(library).parent == place.temporary
     assert stat.S_IMODE(folder_of(library).stat().st_mode) == 0o700
     assert calls(script) == 1
@@ -132,7 +136,7 @@ def test_folders_of_any_name(
     sources = place.sources.rename(place.root / f"sources {name}")
     monkeypatch.setattr(build, "SOURCES", sources)
     monkeypatch.setenv("QGNN_CACHE_DIR", str(place.root / name))
-    assert build.load()._name == build.load()._name
+    assert build.load().library._name == build.load().library._name
     assert calls(script) == 1
 
 
@@ -155,6 +159,6 @@ def test_where_the_cache_folder_is(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     place.root.chmod(0o700)
-    library = build.load()
+    library = build.load().library
     assert folder_of(library) == place.root / expected
     assert Path(library._name).is_absolute()

@@ -6,6 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -67,14 +69,15 @@ def test_each_exported_function_is_launched_and_each_launched_one_exported() -> 
     [
         ("", ("-fopenmp",)),
         ("", ("-fsyntax-only",)),  # without OpenMP
-        ("clang", ("-fopenmp", "-fsyntax-only", "-Wno-unused-command-line-argument")),  # it may lack the library
+        ("clang", ("-fopenmp", "-fsyntax-only")),
         ("clang", ("-O1",)),
     ],
 )
 def test_compilers_give_no_warnings(tmp_path: Path, name: str, flags: tuple[str, ...]) -> None:
     if name and not shutil.which(name):
         pytest.skip(f"{name} is not installed")
-    build.compile_library([name] if name else build.compiler(), ("-Werror", *flags), tmp_path / "kernels.so")
+    command, deadline = [name] if name else build.compiler(), time.monotonic() + build.TIMEOUT_S
+    build.compile_objects(command, ("-Werror", *flags), tmp_path, deadline)
 
 
 # ---- calls ----
@@ -82,7 +85,9 @@ def test_compilers_give_no_warnings(tmp_path: Path, name: str, flags: tuple[str,
 
 @pytest.fixture
 def small_library(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process, with a small library."""
     monkeypatch.setattr(library, "_library", None)
+    monkeypatch.setattr(library, "_not_kept", None)
     monkeypatch.setattr(library, "_functions", {})
 
 
@@ -130,7 +135,7 @@ def test_empty_is_as_torch_makes_it(shape: tuple[int, int], dtype: torch.dtype) 
 
 def test_two_threads_load_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loads, start, compiled = [], Barrier(2), library._library
-    monkeypatch.setattr(build, "load", lambda: loads.append(1) or compiled)
+    monkeypatch.setattr(build, "load", lambda: loads.append(1) or build.Loaded(compiled, None))
     monkeypatch.setattr(library, "_library", None)
 
     def ask() -> str | None:
@@ -163,6 +168,47 @@ def test_a_replaced_openmp_library_stops_nothing(monkeypatch: pytest.MonkeyPatch
     """As after an upgrade under a running process: the file that was loaded is gone."""
     monkeypatch.setattr(build, "loaded_libraries", lambda *names: [Path("/gone/libgomp.so.1 (deleted)")])
     library._share_openmp()
+
+
+# ---- a cache folder that cannot be used ----
+
+
+def test_a_library_that_is_kept_needs_no_warning(small_library: None) -> None:
+    assert library.unavailable() is None
+    assert library.not_kept() is None
+
+
+def test_a_library_that_cannot_be_kept_is_warned_of_once(small_library: None, place: Place) -> None:
+    place.cache.mkdir()
+    place.cache.chmod(0o775)
+    reason = f"others can write to {place.cache} (to end that: chmod go-w {place.cache})"
+    advice = "repair this, or set QGNN_CACHE_DIR to a folder that you alone can write to"
+    message = f"each process compiles qgnn's CPU kernels anew, as they cannot be kept: {reason}; {advice}"
+    with pytest.warns(RuntimeWarning, match=f"^{re.escape(message)}$") as caught:
+        assert library.unavailable() is None
+    assert len(caught) == 1
+    library.launch("qgnn_probe_arguments", torch.empty(4, dtype=torch.float64), None, 1, 0.5)  # warnings are errors
+    assert library.unavailable() is None
+    assert library.not_kept() == reason
+
+
+def test_a_warning_that_is_an_error_stops_only_the_first_call(small_library: None, place: Place) -> None:
+    place.cache.write_text("")
+    with pytest.raises(RuntimeWarning, match=r"cannot be kept: .*File exists"):
+        library.launch("qgnn_nothing")
+    assert library.unavailable() is None
+
+
+def test_who_shows_a_warning_may_call_a_kernel(
+    small_library: None, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.cache.write_text("")
+    locked = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", lambda *args: locked.append(library._lock.locked()))
+        assert library.unavailable() is None
+    assert locked == [False]
 
 
 # ---- processes ----
@@ -220,6 +266,31 @@ def test_forked_processes_work_alone() -> None:
     assert result["loaded"] == [result["expected"]] * 4
     assert result["after"] == result["expected"]
     assert result["threads"] == 2
+
+
+WARNS = """
+import os, sys, warnings
+from pathlib import Path
+from qgnn.kernels.cpu import build, library
+
+build.SOURCES = Path(os.environ["SOURCES"])
+warnings.simplefilter("always")
+assert library.unavailable() is None
+child = os.fork()
+assert library.unavailable() is None
+assert library.not_kept() is not None
+if child == 0:
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_does_not_warn_again(place: Place) -> None:
+    place.cache.write_text("")
+    environment = {**os.environ, "SOURCES": str(place.sources), "TMPDIR": str(place.temporary)}
+    result = subprocess.run([sys.executable, "-c", WARNS], env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stderr.count("RuntimeWarning: each process compiles qgnn's CPU kernels anew") == 1
 
 
 WORK = """
