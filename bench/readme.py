@@ -12,6 +12,8 @@ BENCH = "bench"
 TRAIN = ("precision", "test accuracy %", "ms per epoch", "MiB kept", "peak MiB", "speed")
 PYG = ("fp32", "bf16")  # precisions of PyG's own layers
 
+_PLACES = {"--root": "DIR", "--json": "FILE", "--plot": "FILE"}  # what of a command is a matter of the machine
+_PLACE = re.compile(rf"({'|'.join(_PLACES)})[ =]\S+")
 _MARKER = re.compile(r"<!-- ([\w:.-]+):(?:begin|end) -->")
 
 
@@ -44,9 +46,10 @@ def _origin(result: dict[str, Any]) -> str:
     """Command, effort, machine and commit of a result."""
     num_seeds = len({run["seed"] for run in result["runs"]})
     effort = f"{num_seeds} seed{'s' if num_seeds > 1 else ''}"
+    command = _PLACE.sub(lambda match: f"{match[1]} {_PLACES[match[1]]}", result["command"])
     if "recipe" in result:
         effort += f", {result['recipe']['epochs']} epochs"
-    return f"`{result['command']}`: {effort}; {result['machine']}; commit {commit_of(result)}"
+    return f"`{command}`: {effort}; {result['machine']}; commit {commit_of(result)}"
 
 
 def regions(results: Path) -> Iterator[tuple[str, str]]:

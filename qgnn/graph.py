@@ -8,7 +8,6 @@ version: a changed or replaced tensor is never served the old graph, and a dropp
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from operator import index as as_index
 from typing import Any, TypeVar
 
@@ -18,61 +17,13 @@ from torch_geometric import EdgeIndex
 from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import is_torch_sparse_tensor, to_edge_index
 
+from qgnn.adjacency import Adjacency, Permutation, sort_by
 from qgnn.weak_cache import cached, lasting
 
 __all__ = ["Adjacency", "Graph"]
 
 _T = TypeVar("_T")
 _INT32_MAX = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class Adjacency:
-    """Edges sorted by one end.
-
-    Args:
-        indptr: First edge of each row, ``[N + 1]``.
-        index: The other end of each edge, ``[E]``.
-        order: Where each edge stood before the sort, ``[E]``: in the given edges for CSR, in CSR for CSC.
-    """
-
-    indptr: Tensor
-    index: Tensor
-    order: Tensor
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows."""
-        return self.indptr.shape[0] - 1
-
-    def to(self, device: torch.device | str) -> Adjacency:
-        """The same edges on another device."""
-        return Adjacency(self.indptr.to(device), self.index.to(device), self.order.to(device))
-
-
-def _sort_by(row: Tensor, index: Tensor, num_rows: int) -> Adjacency:
-    """Stable sort of edges by ``row``: edges of a row keep their order, so sums are the same from run to run."""
-    sorted_row, order = torch.sort(row, stable=True)
-    bounds = torch.arange(num_rows + 1, device=row.device, dtype=row.dtype)
-    indptr = torch.searchsorted(sorted_row, bounds)
-    return Adjacency(indptr.to(row.dtype), index.index_select(0, order), order.to(row.dtype))
-
-
-class _Permutation(torch.autograd.Function):
-    """Rows in another order. Its gradient is the opposite permutation, a gather, where torch would add at indices."""
-
-    @staticmethod
-    def forward(values: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        return values.index_select(0, order)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        order, inverse = ctx.saved_tensors
-        return _Permutation.apply(grad, inverse, order), None, None
 
 
 class Graph:
@@ -97,7 +48,12 @@ class Graph:
     ) -> None:
         self.csr = csr
         self.num_sources = num_sources
-        self.weight = None if weight is None else check_edge_weight(weight, csr.index.shape[0])
+        if weight is not None:
+            weight = check_edge_weight(weight, csr.index.shape[0])
+            if not torch.compiler.is_compiling() and weight.is_inference():
+                with lasting():
+                    weight = weight.clone()
+        self.weight = weight
         self._weight_t: Tensor | None = None
         self._shared: dict[str, Any] = {} if shared is None else shared
 
@@ -127,7 +83,7 @@ class Graph:
         with lasting():
             edge_index = edge_index.to(_index_dtype(num_sources, num_targets, edge_index.shape[1]))
             source, target = edge_index[0], edge_index[1]
-            graph = Graph(_sort_by(target, source, num_targets), num_sources)
+            graph = Graph(sort_by(target, source, num_targets), num_sources)
         if edge_weight is None:
             return graph
         weight = check_edge_weight(edge_weight, graph.num_edges)
@@ -172,7 +128,7 @@ class Graph:
     @property
     def csc(self) -> Adjacency:
         """Edges sorted by source: the transposed graph. Built at first use."""
-        return self._once("csc", lambda: _sort_by(self.csr.index, self.target, self.num_sources))
+        return self._once("csc", lambda: sort_by(self.csr.index, self.target, self.num_sources))
 
     @property
     def weight_t(self) -> Tensor | None:
@@ -206,13 +162,13 @@ class Graph:
         """Values of the given edges, in CSR order (differentiable)."""
         if torch.compiler.is_compiling() or not (edge_values.requires_grad and torch.is_grad_enabled()):
             return edge_values.index_select(0, self.csr.order)
-        return _Permutation.apply(edge_values, self.csr.order, self.given_order)
+        return Permutation.apply(edge_values, self.csr.order, self.given_order)
 
     def to_given_order(self, edge_values: Tensor) -> Tensor:
         """Values of edges in CSR order, in the order in which the edges were given (differentiable)."""
         if torch.compiler.is_compiling():
             return edge_values.index_select(0, self.given_order)
-        return _Permutation.apply(edge_values, self.given_order, self.csr.order)
+        return Permutation.apply(edge_values, self.given_order, self.csr.order)
 
     def with_weight(self, weight: Tensor | None) -> Graph:
         """The same edges with other weights, in CSR order."""

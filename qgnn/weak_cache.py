@@ -30,9 +30,9 @@ _entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _state(t: Tensor) -> Hashable:
-    """What changes when somebody writes to a tensor (its version) or swaps its data (where it lies)."""
-    place = t.data_ptr() if t.layout == torch.strided else None
-    return t._version, place, t.shape, t.device
+    """What changes when somebody writes to a tensor (its version) or swaps its data (where and how it lies)."""
+    place = (t.data_ptr(), t.stride()) if t.layout == torch.strided else None
+    return t._version, place, t.shape, t.dtype, t.device
 
 
 def lasting() -> AbstractContextManager[Any]:
@@ -66,8 +66,10 @@ def cached(tensors: tuple[Any, ...], key: Hashable, build: Callable[[], _T]) -> 
     entry = entries.get(full_key)
     if entry is not None and entry.serves(tensors, states):
         return entry.value
-    for stale in [k for k, e in entries.items() if e.states[0] != states[0] or any(o() is None for o in e.others)]:
-        del entries[stale]
+    # Other threads may do the same: the list is made in one step, and what is gone already is no error.
+    for stale, e in list(entries.items()):
+        if e.states[0] != states[0] or any(other() is None for other in e.others):
+            entries.pop(stale, None)
     with lasting():
         value = build()
     entries[full_key] = _Entry(tuple(ref(t) for t in tensors[1:]), states, value)

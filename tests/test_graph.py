@@ -14,7 +14,8 @@ from dense import CASES, adjacency, adjacency_of, graph_of
 from graphs import GRAPHS
 from qgnn import Graph
 from qgnn import graph as graph_module
-from qgnn.graph import Adjacency, as_graph
+from qgnn.adjacency import Adjacency
+from qgnn.graph import as_graph
 
 TRIANGLE = torch.tensor([[0, 1, 2], [1, 2, 0]])
 

@@ -87,8 +87,8 @@ def test_a_swap_of_the_data_is_noticed() -> None:
 
 
 def test_edges_are_sorted_once_whatever_weights_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    sorts, sort_by = [], graph_module._sort_by
-    monkeypatch.setattr(graph_module, "_sort_by", lambda *args: sorts.append(1) or sort_by(*args))
+    sorts, sort_by = [], graph_module.sort_by
+    monkeypatch.setattr(graph_module, "sort_by", lambda *args: sorts.append(1) or sort_by(*args))
     edge_index = fresh_edges()
     for requires_grad in (False, True, False):
         graph = as_graph(edge_index, 50, torch.rand(200, requires_grad=requires_grad))

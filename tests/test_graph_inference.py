@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from qgnn import Graph, QConfig, functional
-from qgnn.graph import Adjacency, as_graph
+from qgnn.adjacency import Adjacency
+from qgnn.graph import as_graph
 from qgnn.nn import QGCNConv
 
 N, E, K = 20, 60, 8
@@ -67,6 +68,15 @@ def test_what_a_graph_remembers_is_no_inference_tensor() -> None:
         graph = Graph.from_edge_index(edges(), N, constant_weight())
         made = [graph.csc.index, graph.weight, graph.weight_t, graph.mean_factor, graph.given_order, graph.target]
     assert not any(t.is_inference() or t.requires_grad for t in made)
+
+
+def test_weights_given_in_inference_mode() -> None:
+    graph = Graph.from_edge_index(edges(), N)
+    with torch.inference_mode():
+        weighted = graph.with_weight(constant_weight())
+    x = torch.randn(N, K, requires_grad=True)
+    functional.spmm(weighted, x).sum().backward()
+    assert x.grad is not None
 
 
 def test_no_gradients_are_turned_on_by_building() -> None:

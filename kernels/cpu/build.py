@@ -243,6 +243,13 @@ def compile_library(command: list[str], flags: tuple[str, ...], out: Path) -> No
 def _compiled() -> bytes:
     """The library, made with the first variant of flags that works."""
     command = compiler()
+    try:
+        return _compiled_by(command)
+    except OSError as error:  # no room for temporary files, or a compiler that leaves nothing
+        raise BuildError(f"{shlex.join(command)} gave no library: {error}") from error
+
+
+def _compiled_by(command: list[str]) -> bytes:
     with tempfile.TemporaryDirectory(prefix="qgnn-build-") as scratch:
         out = Path(scratch, "kernels.so")
         for flags in VARIANTS[:-1]:

@@ -183,7 +183,7 @@ INLINE void gradient_of_row(
     if (is_attention) memcpy(job->d_target + n * H + first, sum, (size_t)heads * sizeof(float));
 }
 
-/* As score_row; `wide` matters to the attention's gradient only. */
+/* Common numbers of heads, as in softmax_heads; `wide` matters to the attention's gradient only. */
 INLINE void gradient_of_heads(
     const gradient_job *job, int64_t n, int64_t start, int64_t stop, int64_t H, int wide, const int is_attention
 ) {

@@ -300,8 +300,8 @@ EXPORT void qgnn_spmm_extremum(
 
 /* dx[index[arg[n, f]], f] += grad[n, f] * weight[arg[n, f]], row after row; `dx` holds zeros before. */
 EXPORT void qgnn_spmm_extremum_dx(
-    float *dx, const void *index, const float *grad, const void *arg, const float *weight, int64_t N, int64_t E,
-    int64_t F, int64_t wide, int64_t threads
+    float *dx, const void *index, const float *grad, const void *arg, const float *weight, int64_t N, int64_t F,
+    int64_t wide, int64_t threads
 ) {
     const int64_t slices = (F + BLOCK - 1) / BLOCK;
     threads = useful_threads(N * F, threads);
@@ -311,7 +311,7 @@ EXPORT void qgnn_spmm_extremum_dx(
         for (int64_t n = 0; n < N; n++)
             for (int64_t f = slice * BLOCK; f < end; f++) {
                 const int64_t edge = load_index(arg, n * F + f, (int)wide);
-                if (edge < 0 || edge >= E) continue; /* -1: a row without edges */
+                if (edge < 0) continue; /* a row without edges */
                 const float value = weight ? grad[n * F + f] * weight[edge] : grad[n * F + f];
                 dx[load_index(index, edge, (int)wide) * F + f] += value;
             }

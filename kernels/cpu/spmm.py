@@ -121,5 +121,5 @@ def spmm_extremum_dx(
     dx = torch.zeros((num_sources, F))
     rows, arg = grad.detach().float().contiguous(), arg.contiguous()
     index, is_wide = index.to(arg.dtype).contiguous(), arg.dtype == torch.int64
-    launch("qgnn_spmm_extremum_dx", dx, index, rows, arg, _floats(weight), N, index.numel(), F, is_wide)
+    launch("qgnn_spmm_extremum_dx", dx, index, rows, arg, _floats(weight), N, F, is_wide)
     return dx.to(grad.dtype)

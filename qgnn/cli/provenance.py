@@ -82,8 +82,9 @@ def versions() -> dict[str, str | None]:
 
 
 def _git(*arguments: str) -> str | None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # as of a hook
     try:
-        result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+        result = subprocess.run(["git", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
     except OSError:
         return None
     return result.stdout.strip() if result.returncode == 0 else None

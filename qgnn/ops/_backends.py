@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -182,6 +184,7 @@ def define(name: str, function: Callable[..., Any], schema: str, fake: Callable[
         signature: What its arguments must be, or an error says so: of real tensors and of fake ones.
     """
     owner, parameters = f"qgnn::{name}", tuple(inspect.signature(fake).parameters)
+    signature = replace(signature, required=tuple(re.findall(r"\bTensor (\w+)", schema)))
 
     def checked(*args: Any) -> tuple[Any, ...]:
         arguments = dict(zip(parameters, args, strict=True))

@@ -3,7 +3,7 @@
 An operator can be called by anyone, also as ``torch.ops.qgnn.*``. A :class:`Signature` lists the shapes of its tensors
 in the letters of its docstrings; what an argument holds (indices, floats, codes with a scale) is known by its name,
 which all operators share. Sizes, types and devices are checked in every call, of the fake too; the values of indices
-once for tensors that live unchanged.
+once for tensors that live unchanged (a write that bypasses autograd, through ``.data`` or NumPy, is not seen).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 from qgnn.weak_cache import cached
 
@@ -28,6 +29,7 @@ POSITIVE = range(1, 2**31)
 MAX_TERMS = 1 << 17  # of an int32 sum of products of codes: 2^17 * 127^2 < 2^31
 
 _INDEX_TYPES = (torch.int32, torch.int64)
+_FLOAT_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INDICES = ("indptr", "index", "indptr_t", "index_t", "order_t", "arg")
 _SCALES = {"x": "x_scale", "x_target": "target_scale", "x_source": "source_scale", "hidden": "hidden_scale"}
 
@@ -50,17 +52,22 @@ class _Dimension:
     def fits(self, size: Any, sizes: dict[str, Any]) -> bool:
         """Whether ``size`` is right; a new letter gets its part of it."""
         if self.letter is None:
-            return bool(size == self.more)
+            return _may_hold(size == self.more)
         if self.more:
             size = size - self.more
-            if size < 0:
+            if not _may_hold(size >= 0):
                 return False
         if self.times is not None:
             times = sizes[self.times]
-            if size % times != 0:
+            if not _may_hold(size % times == 0):
                 return False
             size = size // times
-        return bool(sizes.setdefault(self.letter, size) == size)
+        return _may_hold(sizes.setdefault(self.letter, size) == size)
+
+
+def _may_hold(condition: Any) -> bool:
+    """The condition, or true where a compiler cannot know it yet: sizes that depend on data. The call itself checks."""
+    return condition if isinstance(condition, bool) else guard_or_true(condition)
 
 
 @dataclass(frozen=True)
@@ -68,14 +75,15 @@ class Signature:
     """The arguments of an operator.
 
     Args:
-        shapes: Of each tensor, as ``"S F"``: a letter is the same size everywhere, ``E`` the number of edges. ``"1|S"``
+        shapes: Of each tensor, as ``"S F"``: a letter is the same size everywhere, ``E`` the number of edges. ``"S|1"``
             is one of several shapes, ``"T+1"`` one more than ``T``, ``"H*D"`` a multiple of ``H``. Earlier arguments
             fix the letters, so an error names the later one.
         sizes: Integer arguments that fix a letter.
         choices: The values that an argument can have.
         pointers: Tensors that rise from 0 to ``E``.
-        indices: Tensors whose entries count from 0 to the size of a letter.
+        indices: Tensors whose entries count from 0 to the size of a letter; those of ``arg`` may be -1, for nothing.
         int32_sums: Letters that products of codes are summed over in int32.
+        required: Tensors that cannot be left out.
     """
 
     shapes: Mapping[str, str] = field(default_factory=dict)
@@ -84,6 +92,7 @@ class Signature:
     pointers: tuple[str, ...] = ()
     indices: Mapping[str, str] = field(default_factory=dict)
     int32_sums: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
 
     @cached_property
     def _dimensions(self) -> dict[str, list[list[_Dimension]]]:
@@ -98,6 +107,9 @@ class Signature:
             if arguments[name] not in allowed:
                 raise ValueError(f"'{owner}' expects '{name}' to be {_any_of(allowed)} (got {arguments[name]!r})")
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        for name in self.required:
+            if name not in tensors:
+                raise TypeError(f"'{owner}' expects '{name}' to be a tensor (got {arguments[name]!r})")
         device = next(iter(tensors.values())).device
         for name, t in tensors.items():
             if t.device != device:
@@ -110,7 +122,7 @@ class Signature:
             if name in tensors:
                 self._check_shape(owner, name, tensors[name], shapes, sizes)
         for letter in self.int32_sums:
-            if sizes.get(letter, 0) > MAX_TERMS:
+            if letter in sizes and not _may_hold(sizes[letter] <= MAX_TERMS):
                 raise ValueError(
                     f"'{owner}' sums at most {MAX_TERMS} products of codes in int32 (got {letter} = {sizes[letter]}); "
                     f"split the features"
@@ -168,7 +180,12 @@ def _check_type(owner: str, name: str, t: Tensor, arguments: Mapping[str, Any]) 
     elif name in _SCALES and arguments.get(_SCALES[name]) is not None:
         if t.dtype != torch.int8:
             raise TypeError(f"'{owner}' expects '{name}' as int8 codes, since it has a scale (got {t.dtype})")
-    elif not t.is_floating_point():
+    elif name == "row_factor" or name.endswith("scale"):
+        rows = arguments.get("grad", arguments.get("x"))
+        wide = name == "row_factor" and isinstance(rows, Tensor) and rows.dtype == torch.float64
+        if t.dtype != torch.float32 and not (wide and t.dtype == torch.float64):
+            raise TypeError(f"'{owner}' expects '{name}' in torch.float32 (got {t.dtype}); use '{name}.float()'")
+    elif t.dtype not in _FLOAT_TYPES:
         takes_codes = _SCALES.get(name) in arguments
         hint = f"int8 codes come with '{_SCALES[name]}'" if takes_codes else f"use '{name}.float()'"
         raise TypeError(f"'{owner}' expects '{name}' in a floating-point type (got {t.dtype}); {hint}")
@@ -185,11 +202,13 @@ def _check_pointers(owner: str, name: str, indptr: Tensor, num_edges: int) -> No
 
 
 def _check_indices(owner: str, name: str, index: Tensor, size: int) -> None:
+    lowest = -1 if name == "arg" else 0
     if index.is_cuda:
-        inside = ((index >= 0) & (index < size)).all()
+        inside = ((index >= lowest) & (index < size)).all()
         torch._assert_async(inside, f"'{owner}' expects '{name}' to point to what is there")
     elif index.numel():
         low, high = (int(end) for end in torch.aminmax(index))
-        if low < 0 or high >= size:
-            worst = low if low < 0 else high
-            raise ValueError(f"'{owner}' expects '{name}' from 0 to {size - 1} (got {worst})")
+        if low < lowest or high >= size:
+            worst = low if low < lowest else high
+            what = f"from {lowest} to {size - 1}" if size else "to be empty, as there is nothing to point to"
+            raise ValueError(f"'{owner}' expects '{name}' {what} (got {worst})")

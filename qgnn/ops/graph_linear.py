@@ -132,7 +132,7 @@ graph_linear = define(
     _fake_graph_linear,
     Signature(
         {
-            **{"x": "S K", **CSR, "x_scale": "1|S", "weight": "M K", "bias": "M"},
+            **{"x": "S K", **CSR, "x_scale": "S|1", "weight": "M K", "bias": "M"},
             **{"edge_weight": "E", "edge_weight_t": "E", "row_factor": "T"},
         },
         choices={"bits": INT8_BITS, "granularity": GRANULARITIES},
@@ -232,8 +232,8 @@ graph_linear_backward = define(
     _fake_graph_linear_backward,
     Signature(
         {
-            **{"grad": "T M", "weight": "M K", **CSR, **CSC, "x": "S K", "x_scale": "1|S", "hidden": "S M"},
-            **{"hidden_scale": "1|S", "edge_weight": "E", "edge_weight_t": "E", "row_factor": "T"},
+            **{"grad": "T M", "weight": "M K", **CSR, **CSC, "x": "S K", "x_scale": "S|1", "hidden": "S M"},
+            **{"hidden_scale": "S|1", "edge_weight": "E", "edge_weight_t": "E", "row_factor": "T"},
         },
         choices={"bits": INT8_BITS, "granularity": GRANULARITIES},
         pointers=("indptr", "indptr_t"),

@@ -114,7 +114,7 @@ matmul = define(
     " -> (Tensor, Tensor, Tensor)",
     _fake_matmul,
     Signature(
-        {"x": "N K", "x_scale": "1|N", "weight": "M K", "bias": "M"},
+        {"x": "N K", "x_scale": "N|1", "weight": "M K", "bias": "M"},
         choices={"bits": INT8_BITS, "granularity": GRANULARITIES},
         int32_sums=("K",),
     ),
@@ -164,7 +164,7 @@ matmul_backward = define(
     " bool needs_dw) -> (Tensor, Tensor)",
     _fake_matmul_backward,
     Signature(
-        {"grad": "N M", "weight": "M K", "x": "N K", "x_scale": "1|N"},
+        {"grad": "N M", "weight": "M K", "x": "N K", "x_scale": "N|1"},
         choices={"bits": INT8_BITS, "granularity": GRANULARITIES},
         int32_sums=("M",),
     ),

@@ -113,7 +113,7 @@ sddmm = define(
     " bool keep_codes) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_sddmm,
     Signature(
-        {"x_target": "T H*D", "x_source": "S H*D", **CSR, "target_scale": "1|T|T H", "source_scale": "1|S|S H"},
+        {"x_target": "T H*D", "x_source": "S H*D", **CSR, "target_scale": "T|T H|1", "source_scale": "S|S H|1"},
         sizes={"heads": "H"},
         choices={"bits": INT8_OR_FULL, "granularity": GRANULARITIES, "op": ("dot", "add"), "heads": POSITIVE},
         pointers=("indptr",),
@@ -144,6 +144,14 @@ def _sum_of_rows(
     return sums[0] if heads == 1 else torch.cat(sums, dim=1)
 
 
+def _check_grad(grad: Tensor, index: Tensor, op: str, heads: int) -> None:
+    """What a shape in letters cannot say: it depends on ``op``."""
+    if op == "dot" and grad.dim() == 2 and (heads == 1 or grad.shape[1] != heads):
+        raise ValueError(f"'qgnn::sddmm_backward' expects 'grad' of shape [E, {heads}] (got {list(grad.shape)})")
+    if grad.dim() == 1 and (op == "add" or heads > 1):
+        raise ValueError(f"'qgnn::sddmm_backward' expects 'grad' with two dimensions (got {list(grad.shape)})")
+
+
 def _sddmm_backward(
     backend: Backend,
     grad: Tensor,
@@ -162,6 +170,7 @@ def _sddmm_backward(
     needs_dtarget: bool,
     needs_dsource: bool,
 ) -> tuple[Tensor, ...]:
+    _check_grad(grad, index, op, heads)
     d_target = d_source = None
     if op == "add":
         edge = torch.arange(index.shape[0], dtype=index.dtype, device=index.device)
@@ -198,6 +207,8 @@ def _fake_sddmm_backward(
     needs_dtarget: bool,
     needs_dsource: bool,
 ) -> tuple[Tensor, ...]:
+    _check_grad(grad, index, op, heads)
+
     def rows(needed: bool, pointer: Tensor, other: Tensor | None) -> Tensor | None:
         like = grad if op == "add" else other
         return grad.new_empty((pointer.shape[0] - 1, like.shape[1])) if needed and like is not None else None
@@ -215,7 +226,7 @@ sddmm_backward = define(
     Signature(
         {
             **{**CSR, **CSC, "grad": "E|E F", "x_target": "T H*D", "x_source": "S H*D"},
-            **{"target_scale": "1|T|T H", "source_scale": "1|S|S H"},
+            **{"target_scale": "T|T H|1", "source_scale": "S|S H|1"},
         },
         sizes={"heads": "H"},
         choices={"bits": INT8_OR_FULL, "op": ("dot", "add"), "heads": POSITIVE},

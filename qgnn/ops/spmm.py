@@ -84,7 +84,7 @@ def _spmm(
         bias=bias,
         out_dtype=x.dtype if x.is_floating_point() else torch.float32,
     )
-    made_codes = keep_codes and x_scale is None
+    made_codes = bits > 0 and keep_codes and x_scale is None
     return fresh(x, (out, rows if made_codes else None, scale if made_codes else None))
 
 
@@ -107,7 +107,7 @@ def _fake_spmm(
 ) -> tuple[Tensor, ...]:
     dtype = x.dtype if x.is_floating_point() else torch.float32
     out = x.new_empty((indptr.shape[0] - 1, x.shape[1]), dtype=dtype)
-    return (out, *fake_kept(x, x_scale, granularity, keep_codes))
+    return (out, *fake_kept(x, x_scale, granularity, bits > 0 and keep_codes))
 
 
 spmm = define(
@@ -118,7 +118,7 @@ spmm = define(
     " bool keep_codes) -> (Tensor, Tensor, Tensor)",
     _fake_spmm,
     Signature(
-        {"x": "S F", **CSR, "x_scale": "1|S", "weight": "E", "weight_t": "E", "row_factor": "T", "bias": "F"},
+        {"x": "S F", **CSR, "x_scale": "S|1", "weight": "E", "weight_t": "E", "row_factor": "T", "bias": "F"},
         choices={"bits": INT8_OR_FULL, "granularity": GRANULARITIES},
         pointers=("indptr",),
         indices={"index": "S"},
@@ -198,7 +198,7 @@ spmm_backward = define(
     " bool needs_dx, bool needs_dweight) -> (Tensor, Tensor)",
     _fake_spmm_backward,
     Signature(
-        {"grad": "T F", **CSR, **CSC, "x": "S F", "x_scale": "1|S", "weight": "E", "weight_t": "E", "row_factor": "T"},
+        {"grad": "T F", **CSR, **CSC, "x": "S F", "x_scale": "S|1", "weight": "E", "weight_t": "E", "row_factor": "T"},
         choices={"bits": INT8_OR_FULL, "granularity": GRANULARITIES},
         pointers=("indptr", "indptr_t"),
         indices={"index": "S", "index_t": "T", "order_t": "E"},
@@ -213,7 +213,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
     saved_x = saved_scale = None
     if weight is not None and weight.requires_grad:
-        saved_x, saved_scale = (rows, scale) if keep_codes and x_scale is None else (x, x_scale)
+        saved_x, saved_scale = (rows, scale) if bits and keep_codes and x_scale is None else (x, x_scale)
     ctx.save_for_backward(saved_x, saved_scale, weight, weight_t, row_factor, *graph, seed)
     ctx.options = (bits, granularity)
     ctx.bias_dtype = None if bias is None else bias.dtype

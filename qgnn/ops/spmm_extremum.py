@@ -46,7 +46,7 @@ def _spmm_extremum(
         x_scale=scale,
         largest=largest,
     )
-    made_codes = keep_codes and x_scale is None
+    made_codes = bits > 0 and keep_codes and x_scale is None
     kept = (rows, scale) if made_codes else (None, None)
     return fresh(x, (out.to(x.dtype) if x.is_floating_point() else out, arg, *kept))
 
@@ -65,7 +65,7 @@ def _fake_spmm_extremum(
 ) -> tuple[Tensor, ...]:
     shape = (indptr.shape[0] - 1, x.shape[1])
     out = x.new_empty(shape, dtype=x.dtype if x.is_floating_point() else torch.float32)
-    return (out, index.new_empty(shape), *fake_kept(x, x_scale, granularity, keep_codes))
+    return (out, index.new_empty(shape), *fake_kept(x, x_scale, granularity, bits > 0 and keep_codes))
 
 
 spmm_extremum = define(
@@ -75,7 +75,7 @@ spmm_extremum = define(
     " str granularity, bool largest, bool keep_codes) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_spmm_extremum,
     Signature(
-        {"x": "S F", **CSR, "x_scale": "1|S", "weight": "E"},
+        {"x": "S F", **CSR, "x_scale": "S|1", "weight": "E"},
         choices={"bits": INT8_OR_FULL, "granularity": GRANULARITIES},
         pointers=("indptr",),
         indices={"index": "S"},
@@ -129,21 +129,21 @@ spmm_extremum_backward = define(
     " bool needs_dx, bool needs_dweight) -> (Tensor, Tensor)",
     _fake_spmm_extremum_backward,
     Signature(
-        {"grad": "T F", "arg": "T F", "index": "E", "x": "S F", "x_scale": "1|S", "weight": "E"},
+        {"grad": "T F", "arg": "T F", "index": "E", "x": "S F", "x_scale": "S|1", "weight": "E"},
         sizes={"num_sources": "S"},
-        indices={"index": "S"},  # entries of `arg`, new in every call, are compared where they are used
+        indices={"index": "S", "arg": "E"},
     ),
 )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, x_scale, weight, _, index, *_, keep_codes = inputs
+    x, x_scale, weight, _, index, _, bits, _, _, keep_codes = inputs
     _, arg, *kept = output
     ctx.mark_non_differentiable(arg, *kept)
     ctx.set_materialize_grads(False)
     saved_x = saved_scale = None
     if weight is not None and weight.requires_grad:
-        saved_x, saved_scale = kept if keep_codes and x_scale is None else (x, x_scale)
+        saved_x, saved_scale = kept if bits and keep_codes and x_scale is None else (x, x_scale)
     ctx.save_for_backward(arg, saved_x, saved_scale, weight, index)
     ctx.num_sources = x.shape[0]
 

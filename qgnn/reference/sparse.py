@@ -17,7 +17,12 @@ with warnings.catch_warnings():  # torch says once a process that CSR tensors ar
 
 def _sparse_matrix(indptr: Tensor, index: Tensor, value: Tensor, num_columns: int) -> Tensor:
     return torch.sparse_csr_tensor(
-        indptr, index, value, size=(indptr.numel() - 1, num_columns), check_invariants=False, requires_grad=False
+        indptr,
+        index.to(indptr.dtype),
+        value,
+        size=(indptr.numel() - 1, num_columns),
+        check_invariants=False,
+        requires_grad=False,
     )
 
 
@@ -60,7 +65,7 @@ def spmm(
     else:
         value = torch.ones(index.numel(), dtype=dtype, device=x.device) if weight is None else weight.to(dtype)
         if x_scale is not None:
-            value = value * x_scale.expand(x.shape[0])[index]
+            value = value * x_scale.to(dtype).expand(x.shape[0])[index]
         out = _sparse_sum(_sparse_matrix(indptr, index, value, x.shape[0]), x.to(dtype).contiguous())
     if row_factor is not None:
         out *= row_factor[:, None]
@@ -128,7 +133,7 @@ def spmm_extremum(
         return torch.zeros(shape, dtype=out_dtype, device=x.device), index.new_full(shape, -1)
     value = torch.ones(E, dtype=dtype, device=x.device) if weight is None else weight.to(dtype)
     if x_scale is not None:
-        value = value * x_scale.expand(x.shape[0])[index]
+        value = value * x_scale.to(dtype).expand(x.shape[0])[index]
     message = x[index].to(dtype) * value[:, None]  # [E, F]
     target = torch.repeat_interleave(indptr.diff().long(), output_size=E)
     reduce, where = "amax" if largest else "amin", target[:, None].expand(message.shape)

@@ -1,6 +1,8 @@
 """Every operator refuses what its kernels would read or write beyond the end of, whoever calls it."""
 
 import re
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +18,8 @@ import qgnn.ops.sddmm
 import qgnn.ops.softmax
 import qgnn.ops.spmm
 import qgnn.ops.spmm_extremum  # noqa: F401  the backward operators are registered by these
-from qgnn import Graph
+from qgnn import Graph, QConfig
+from qgnn.nn import QLinear
 from qgnn.ops import _checks
 
 S, T, E, F, H = 5, 4, 7, 6, 3
@@ -143,7 +146,7 @@ BAD = [
     ("spmm", ValueError, {"bias": torch.rand(F - 1)}, "'bias' of shape [F] with F = 6 (got [5])"),
     ("spmm", ValueError, {"x": torch.randn(S)}, "'x' of shape [S, F] (got [5])"),
     ("spmm", ValueError, {"x": torch.randn(S - 1, F)}, "'index' from 0 to 3 (got 4)"),
-    ("spmm", ValueError, {"x": codes(S, F), "x_scale": torch.rand(3)}, "'x_scale' of shape [1] or [S] with S = 5"),
+    ("spmm", ValueError, {"x": codes(S, F), "x_scale": torch.rand(3)}, "'x_scale' of shape [S] or [1] with S = 5"),
     ("spmm", TypeError, {"x_scale": torch.rand(S)}, "'x' as int8 codes, since it has a scale (got torch.float32)"),
     ("spmm", TypeError, {"x": codes(S, F)}, "'x' in a floating-point type (got torch.int8); int8 codes come with"),
     ("spmm", TypeError, {"index": GRAPH.csr.index.short()}, "'index' in torch.int32 or torch.int64 (got torch.int16)"),
@@ -157,6 +160,10 @@ BAD = [
     ("spmm", ValueError, {"bits": 1}, "'bits' to be one of (0, 2, 3, 4, 5, 6, 7, 8) (got 1)"),
     ("spmm", ValueError, {"granularity": "block"}, "'granularity' to be one of ('row', 'tensor') (got 'block')"),
     ("spmm", ValueError, {"weight": SEVEN.to("meta")}, "'weight' on cpu, where its first argument is (got meta)"),
+    ("spmm", TypeError, {"x": None}, "'x' to be a tensor (got None)"),
+    ("spmm", TypeError, {"row_factor": torch.rand(T).double()}, "'row_factor' in torch.float32 (got torch.float64)"),
+    ("spmm", TypeError, {"weight": SEVEN.to(torch.float8_e5m2)}, "'weight' in a floating-point type (got torch.float8"),
+    ("spmm_backward", TypeError, {"x_scale": torch.rand(S).half()}, "'x_scale' in torch.float32 (got torch.float16)"),
     ("spmm_backward", ValueError, {"grad": torch.randn(T + 1, F)}, "'indptr' of shape [T+1] with T = 5 (got [5])"),
     ("spmm_backward", ValueError, {"indptr_t": LONG_POINTERS}, "'x' of shape [S, F] with F = 6, S = 4 (got [5, 6])"),
     ("spmm_backward", ValueError, {"index_t": GRAPH.csc.index + 1}, "'index_t' from 0 to 3 (got 4)"),
@@ -170,6 +177,8 @@ BAD = [
     ),
     ("spmm_extremum_backward", ValueError, {"index": GRAPH.csr.index + 1}, "'index' from 0 to 4 (got 5)"),
     ("spmm_extremum_backward", ValueError, {"arg": torch.zeros(T, 1).int()}, "'arg' of shape [T, F] with F = 6, T = 4"),
+    ("spmm_extremum_backward", ValueError, {"arg": torch.full((T, F), E)}, "'arg' from -1 to 6 (got 7)"),
+    ("spmm_extremum_backward", ValueError, {"arg": torch.full((T, F), -2)}, "'arg' from -1 to 6 (got -2)"),
     ("sddmm", ValueError, {"op": "mul"}, "'op' to be one of ('dot', 'add') (got 'mul')"),
     ("sddmm", ValueError, {"heads": 4}, "'x_target' of shape [T, H*D] with H = 4 (got [4, 6])"),
     ("sddmm", ValueError, {"heads": 0}, "'heads' to be at least 1 (got 0)"),
@@ -179,8 +188,10 @@ BAD = [
         {"x_source": torch.randn(S, F + H)},
         "'x_source' of shape [S, H*D] with D = 2, H = 3 (got [5, 9])",
     ),
-    ("sddmm_backward", ValueError, {"target_scale": torch.rand(T, 2)}, "'target_scale' of shape [1] or [T] or [T, H]"),
+    ("sddmm_backward", ValueError, {"target_scale": torch.rand(T, 2)}, "'target_scale' of shape [T] or [T, H] or [1]"),
     ("sddmm_backward", ValueError, {"grad": torch.randn(E - 1, H)}, "'grad' of shape [E] or [E, F] with E = 7"),
+    ("sddmm_backward", ValueError, {"grad": torch.randn(E, 1)}, "'grad' of shape [E, 3] (got [7, 1])"),
+    ("sddmm_backward", ValueError, {"grad": torch.randn(E)}, "'grad' with two dimensions (got [7])"),
     ("softmax", ValueError, {"indptr": LONG_POINTERS}, "'indptr' to rise from 0 to the number of edges, 7"),
     ("softmax_backward", ValueError, {"out": torch.rand(E, H + 1)}, "'out' of shape [E, H] with E = 7, H = 3"),
     ("attention_scores", ValueError, {"score_source": torch.rand(2, H)}, "'index' from 0 to 1 (got 4)"),
@@ -209,7 +220,7 @@ BAD = [
 def test_operators_refuse(name: str, error: type[Exception], change: dict[str, Any], message: str) -> None:
     with pytest.raises(error, match=rf"^'qgnn::{name}' expects .*{re.escape(message)}"):
         call(name, **change)
-    looks_at_values = "rise from" in message or "from 0 to" in message
+    looks_at_values = "rise from" in message or "from 0 to" in message or "from -1 to" in message
     if looks_at_values or "meta" in message:
         return
     with pytest.raises(error, match=re.escape(message)):  # so does the fake
@@ -247,18 +258,58 @@ def test_indices_are_searched_once() -> None:
 
 @pytest.mark.parametrize("name", ["spmm", "spmm_backward", "sddmm", "sddmm_backward", "attention_scores_backward"])
 @pytest.mark.parametrize("wide", ["indptr", "index", "indptr_t", "order_t"])
-def test_index_types_may_differ(name: str, wide: str) -> None:
-    expected = call(name)
-    results = call(name, **{wide: arguments_of(name)[wide].long()})
+@pytest.mark.parametrize("double", [False, True])
+def test_index_types_may_differ(name: str, wide: str, double: bool) -> None:
+    arguments = arguments_of(name)
+    if double:  # float64 is plain PyTorch's
+        floats = {k: t for k, t in arguments.items() if isinstance(t, Tensor) and t.dtype == torch.float32}
+        arguments |= {k: t.double() for k, t in floats.items() if not k.endswith("scale")}
+    function = getattr(torch.ops.qgnn, name)
+    expected, results = function(**arguments), function(**arguments | {wide: arguments[wide].long()})
     for result, value in zip(*([r] if isinstance(r, Tensor) else r for r in (results, expected)), strict=True):
-        assert result.shape == value.shape
+        assert torch.equal(result, value)
 
 
-def test_an_edge_that_does_not_exist_gives_its_gradient_to_nobody() -> None:
-    """``arg`` is new in every call: its entries are compared where they are used."""
-    arg = torch.full((T, F), E, dtype=torch.int32)
-    dx, _ = call("spmm_extremum_backward", arg=arg, x=None, x_scale=None, weight=None, needs_dweight=False)
-    assert torch.equal(dx, torch.zeros(S, F))
+@pytest.mark.parametrize("name", ["spmm", "spmm_extremum"])
+def test_rows_that_are_not_rounded_have_no_codes_to_keep(name: str) -> None:
+    assert [t.numel() for t in call(name, bits=0, keep_codes=True)[-2:]] == [0, 0]
+
+
+def test_threads_share_what_is_remembered() -> None:
+    """Each thread brings indices of its own beside shared pointers, so entries come and go under one key."""
+    indptr, failures = GRAPH.csr.indptr.clone(), []
+
+    def work() -> None:
+        try:
+            for _ in range(300):
+                call("spmm", indptr=indptr, index=GRAPH.csr.index.clone())
+        except Exception as error:
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failures == []
+
+
+def test_sizes_that_depend_on_data_compile() -> None:
+    layer, x = QLinear(F, H, config=QConfig(rounding="nearest")), torch.randn(9, F)
+
+    def of_some(x: Tensor, mask: Tensor) -> Tensor:
+        return layer(x[mask])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(of_some, backend="aot_eager", dynamic=True, fullgraph=True)
+        for rows in (5, 2):
+            mask = torch.arange(9) < rows
+            assert torch.equal(compiled(x, mask), of_some(x, mask))
 
 
 @given(st.data())

@@ -90,7 +90,6 @@ def run_spmm(indptr: Tensor, index: Tensor, S: int, F: int) -> None:
     for largest in (True, False):
         out, arg = spmm.spmm_extremum(indptr, index, x, weight=weight, largest=largest)
         spmm.spmm_extremum_dx(index, torch.randn_like(out), arg, S, weight=weight)
-        spmm.spmm_extremum_dx(index, torch.randn_like(out), arg + E, S, weight=weight)  # no such edges
 
 
 def run_sddmm(indptr: Tensor, index: Tensor, S: int, F: int) -> None:
