@@ -300,16 +300,22 @@ def test_threads_share_what_is_remembered() -> None:
 
 
 def test_sizes_that_depend_on_data_compile() -> None:
-    layer, x = QLinear(F, H, config=QConfig(rounding="nearest")), torch.randn(9, F)
+    """The fake cannot know whether two of them are the same; the call itself does."""
+    layer, x, w = QLinear(F, H, config=QConfig(rounding="nearest")), torch.randn(9, F), torch.randn(H, F)
+    x_q, x_scale = codes(9, F), torch.rand(9)
 
-    def of_some(x: Tensor, mask: Tensor) -> Tensor:
-        return layer(x[mask])
+    def of_some(mask: Tensor, scale_mask: Tensor) -> tuple[Tensor, Tensor]:
+        options = (w, None, None, 8, "row", False)
+        return layer(x[mask]), torch.ops.qgnn.matmul(x_q[mask], x_scale[scale_mask], *options)[0]
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled = torch.compile(of_some, backend="aot_eager", dynamic=True, fullgraph=True)
         for rows in (5, 2):
             mask = torch.arange(9) < rows
-            assert torch.equal(compiled(x, mask), of_some(x, mask))
+            for result, expected in zip(compiled(mask, mask), of_some(mask, mask), strict=True):
+                assert torch.equal(result, expected)
+        with pytest.raises(ValueError, match=r"'x_scale' of shape \[N\] or \[1\] with N = 5 \(got \[4\]\)"):
+            compiled(torch.arange(9) < 5, torch.arange(9) < 4)
 
 
 @given(st.data())
