@@ -10,7 +10,7 @@ Oracle: qgnn.reference.blocks_pack, qgnn.reference.blocks_unpack
 from collections.abc import Iterator
 
 import torch
-from qgnn.kernels.cpu.library import empty, launch, stream_key
+from qgnn.kernels.cpu.library import launch, stream_key
 from torch import Tensor
 
 _METADATA = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in blocks.c
@@ -40,7 +40,7 @@ def blocks_pack(
     """Packed codes uint8 ``[B, block_size * bits / 8]`` of all values of ``x``, and offsets and steps ``[B]``."""
     x = x.detach().reshape(-1)
     num_blocks = -(-x.numel() // block_size)
-    packed = empty((num_blocks, block_size * bits // 8), torch.uint8)
+    packed = torch.empty((num_blocks, block_size * bits // 8), dtype=torch.uint8)
     low, step = torch.empty(num_blocks), torch.empty(num_blocks)
     for blocks, values in _chunks(num_blocks, block_size, x.dtype):
         piece = x[values].float().contiguous()  # a vector can have any stride
@@ -57,7 +57,7 @@ def blocks_unpack(
     num_blocks, num_bytes = packed.shape
     block_size = num_bytes * 8 // bits
     packed, low, step = packed.contiguous(), low.float().contiguous(), step.float().contiguous()
-    out = empty((size,), dtype)
+    out = torch.empty((size,), dtype=dtype)
     for blocks, values in _chunks(num_blocks, block_size, dtype):
         piece = out[values]
         result = piece if dtype == torch.float32 else torch.empty(piece.shape)

@@ -117,10 +117,14 @@ def launch(name: str, *args: Tensor | float | None) -> None:
     function(*[_argument(value) for value in args], ctypes.c_int64(num_threads()))
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """``torch.empty`` on huge pages where the system gives them on request: the first write to a large result costs
-    more in page faults than in bytes."""
-    x = torch.empty(shape, dtype=dtype)
+def empty_codes(num_rows: int, width: int) -> Tensor:
+    """int8 [N, F] on huge pages where the system gives them on request.
+
+    Rows of codes are gathered at random, and each gather from small pages would also miss in the table of pages. Other
+    results are written and read in order: for them huge pages save little, and new ones can cost more (on a virtual
+    machine that gives free memory back to its host, for one).
+    """
+    x = torch.empty((num_rows, width), dtype=torch.int8)
     if x.nbytes >= _HUGE_BYTES and _madvise is not None:
         first = -(-x.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
         last = (x.data_ptr() + x.nbytes) // _HUGE_PAGE * _HUGE_PAGE

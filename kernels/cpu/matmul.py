@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
-from qgnn.kernels.cpu.library import empty, launch, rows_of, stream_key
+from qgnn.kernels.cpu.library import empty_codes, launch, rows_of, stream_key
 from torch import Tensor
 
 _CHUNK_ELEMENTS = 1 << 20  # of the larger of input and output: 4 MiB of floats, about the last-level cache
@@ -96,16 +96,16 @@ class _Product:
         K, M = x_q.shape[1], w_q.shape[0]
         self.route = _route(x_q, w_q)
         if self.route == _NONZEROS:
-            self.w_t, self.found = w_q.t().float().contiguous(), empty((_PARTS, K), torch.int32)
+            self.w_t, self.found = w_q.t().float().contiguous(), torch.empty((_PARTS, K), dtype=torch.int32)
             return
         if self.route == _INT_MM:
-            self.total = empty((step, M), torch.int32)
+            self.total = torch.empty((step, M), dtype=torch.int32)
             return
-        self.x_float = empty((step, K))
-        self.w_floats = _floats(self.w_q, empty((M, K))).split(_EXACT_TERMS, dim=1)
+        self.x_float = torch.empty((step, K))
+        self.w_floats = _floats(self.w_q, torch.empty((M, K))).split(_EXACT_TERMS, dim=1)
         # Two exact halves add up to what their integer sum rounds to; more than two go through int32.
-        self.part = empty((step, M)) if len(self.w_floats) > 1 else None
-        self.total = empty((step, M), torch.int32) if len(self.w_floats) > 2 else None
+        self.part = torch.empty((step, M)) if len(self.w_floats) > 1 else None
+        self.total = torch.empty((step, M), dtype=torch.int32) if len(self.w_floats) > 2 else None
 
     def of(self, rows: slice, out: Tensor) -> Tensor | None:
         """Sums of a chunk: written to ``out`` (fp32 [R, M]), or returned as int32 where fp32 might not hold them."""
@@ -141,7 +141,7 @@ def matmul(
 ) -> Tensor:
     """``y = x w^T + bias`` from int8 operands: [N, K], [M, K] -> [N, M]."""
     (N, K), M = x_q.shape, w_q.shape[0]
-    out = empty((N, M))
+    out = torch.empty((N, M))
     if out.numel() == 0:
         return out.to(out_dtype)
     chunks = list(_chunks(N, max(K, M)))
@@ -172,11 +172,11 @@ def matmul_requantize(
 ) -> tuple[Tensor, Tensor]:
     """``x w^T`` rounded to int8 rows while a chunk of it is in cache: codes [N, M], scale [N]."""
     (N, K), M = x_q.shape, w_q.shape[0]
-    codes, scale = empty((N, M), torch.int8), empty((N,))
+    codes, scale = empty_codes(N, M), torch.empty((N,))
     if codes.numel() == 0:
         return codes, scale.zero_()
     chunks = list(_chunks(N, max(K, M)))
-    product, buffer = _Product(x_q, w_q, chunks[0].stop), empty((chunks[0].stop, M))
+    product, buffer = _Product(x_q, w_q, chunks[0].stop), torch.empty((chunks[0].stop, M))
     x_scale, w_scale = _vector(x_scale), _vector(w_scale)
     rule = (seed, stream_key(stream), (1 << (bits - 1)) - 1)
     for rows in chunks:
@@ -196,12 +196,13 @@ def matmul_dw(g_q: Tensor, g_scale: Tensor, x_q: Tensor, x_scale: Tensor) -> Ten
     g_q, x_q = rows_of(g_q, torch.int8), rows_of(x_q, torch.int8)
     factor = (g_scale * x_scale).float().expand(N).contiguous()
     if _dw_route(g_q, g_scale, x_q, x_scale) == _NONZEROS:
-        partial, found, scaled = torch.zeros((_PARTS, K, M)), empty((_PARTS, K), torch.int32), empty((_PARTS, M))
+        partial, scaled = torch.zeros((_PARTS, K, M)), torch.empty((_PARTS, M))
+        found = torch.empty((_PARTS, K), dtype=torch.int32)
         operands = (partial, found, scaled, g_q, factor, x_q, N, M, K, g_q.stride(0), x_q.stride(0), _PARTS)
         launch("qgnn_matmul_dw_nonzeros", *operands)
         return partial.sum(0).t().contiguous()
     chunks = list(_chunks(N, max(K, M)))
-    g_float, x_float = empty((chunks[0].stop, M)), empty((chunks[0].stop, K))
+    g_float, x_float = torch.empty((chunks[0].stop, M)), torch.empty((chunks[0].stop, K))
     for rows in chunks:
         out.addmm_(_floats(g_q[rows], g_float, factor[rows]).t(), _floats(x_q[rows], x_float))
     return out

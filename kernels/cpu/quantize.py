@@ -7,7 +7,7 @@ Oracle: qgnn.reference.quantize
 """
 
 import torch
-from qgnn.kernels.cpu.library import empty, launch, rows_of, stream_key
+from qgnn.kernels.cpu.library import empty_codes, launch, rows_of, stream_key
 from torch import Tensor
 
 
@@ -22,14 +22,14 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Codes int8 ``[N, F]`` and scale fp32 (``[N]``, ``[1]`` or ``[N, ceil(F / block_size)]``) of a matrix."""
     N, F = x.shape
-    codes = empty((N, F), torch.int8)
+    codes = empty_codes(N, F)
     if granularity == "block":
         scale_shape: tuple[int, ...] = (N, -(-F // block_size))
     else:
         scale_shape = (1,) if granularity == "tensor" else (N,)
     if x.numel() == 0:
         return codes, torch.zeros(scale_shape)
-    scale = empty(scale_shape)
+    scale = torch.empty(scale_shape)
     x = rows_of(x, torch.float32)
     operands = (codes, scale, x, seed, stream_key(stream), (1 << (bits - 1)) - 1, N, F, x.stride(0))
     if granularity == "tensor":

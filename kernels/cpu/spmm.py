@@ -12,7 +12,7 @@ Oracle: qgnn.reference.spmm, spmm_requantize, spmm_extremum
 """
 
 import torch
-from qgnn.kernels.cpu.library import empty, launch, rows_of, stream_key
+from qgnn.kernels.cpu.library import empty_codes, launch, rows_of, stream_key
 from qgnn.kernels.cpu.quantize import quantize
 from torch import Tensor
 
@@ -53,7 +53,7 @@ def spmm(
     if out_dtype is None:
         out_dtype = x.dtype if x.is_floating_point() else torch.float32
     N, F = indptr.numel() - 1, x.shape[1]
-    out = empty((N, F))
+    out = torch.empty((N, F))
     if out.numel() == 0:
         return out.to(out_dtype)
     indptr, index = _graph(indptr, index)
@@ -82,7 +82,7 @@ def spmm_requantize(
         return quantize(out, bits=bits, seed=seed, stream=stream)
     if N * F == 0:
         return torch.empty((N, F), dtype=torch.int8), torch.zeros(N)
-    codes, scale = empty((N, F), torch.int8), torch.empty(N)
+    codes, scale = empty_codes(N, F), torch.empty(N)
     indptr, index = _graph(indptr, index)
     rows, x_scale = _rows(x), _floats(x_scale)
     operands = (rows, _floats(weight), x_scale, _floats(row_factor), seed, stream_key(stream), (1 << (bits - 1)) - 1)
@@ -104,7 +104,7 @@ def spmm_extremum(
     out_dtype = x.dtype if x.is_floating_point() else torch.float32
     arg_dtype = index.dtype
     indptr, index = _graph(indptr, index)
-    out, arg = empty((N, F)), empty((N, F), index.dtype)
+    out, arg = torch.empty((N, F)), torch.empty((N, F), dtype=index.dtype)
     if out.numel() == 0:
         return out.to(out_dtype), arg.to(arg_dtype)
     rows, x_scale = _rows(x), _floats(x_scale)

@@ -122,15 +122,19 @@ def test_rows_are_copied_only_if_need_be() -> None:
         assert torch.equal(rows, copied.float())
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (3, 5), (2049, 1025), (1 << 21, 3)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-def test_empty_is_as_torch_makes_it(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    x = library.empty(shape, dtype)
-    assert x.shape == shape
-    assert x.dtype == dtype
-    assert x.is_contiguous()
-    x.fill_(3)
-    assert int((x == 3).sum()) == x.numel()
+@pytest.mark.parametrize("shape", [(0, 4), (3, 5), (4097, 2049), (1 << 23, 3)])
+def test_codes_are_as_torch_makes_them(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones lie on huge pages: the advice is about whole pages within them."""
+    advice: list[tuple[int, int]] = []
+    monkeypatch.setattr(library, "_madvise", lambda start, size, _: advice.append((start.value, size.value)))
+    x = library.empty_codes(*shape)
+    assert (x.shape, x.dtype, x.is_contiguous()) == (shape, torch.int8, True)
+    assert len(advice) == (x.nbytes >= 1 << 23)
+    for start, size in advice:
+        assert start % (1 << 21) == size % (1 << 21) == 0
+        assert x.data_ptr() <= start
+        assert start + size <= x.data_ptr() + x.nbytes
+        assert size > x.nbytes - (1 << 22)
 
 
 def test_two_threads_load_once(monkeypatch: pytest.MonkeyPatch) -> None:
