@@ -3,7 +3,7 @@
     y[n, m] = (sum_k x_q[n, k] * w_q[m, k]) * x_scale[n] * w_scale[m] + bias[m]
 
 The product itself is ``torch._int_mm`` where the CPU multiplies bytes into 32-bit sums (VNNI), and torch's fp32 product
-of the codes elsewhere: without such instructions int8 arithmetic is no faster than fused multiply-adds, and torch's
+of the codes elsewhere: without such instructions int8 arithmetic gains little over fused multiply-adds, and torch's
 fallback for it is many times slower. Either way the integer sums are exact, so the choice is never seen in a result.
 
 Codes that are mostly zero, as bag-of-words features are, are multiplied by a native kernel that visits the others only:
