@@ -44,11 +44,9 @@ def train_region(results: list[dict[str, Any]]) -> str:
 
 def _origin(result: dict[str, Any]) -> str:
     """Command, effort, machine and commit of a result."""
-    num_seeds = len({run["seed"] for run in result["runs"]})
-    effort = f"{num_seeds} seed{'s' if num_seeds > 1 else ''}"
+    num_seeds, num_epochs = len({run["seed"] for run in result["runs"]}), result["recipe"]["epochs"]
+    effort = f"{num_seeds} seed{'s' if num_seeds > 1 else ''}, {num_epochs} epoch{'s' if num_epochs > 1 else ''}"
     command = _PLACE.sub(lambda match: f"{match[1]} {_PLACES[match[1]]}", result["command"])
-    if "recipe" in result:
-        effort += f", {result['recipe']['epochs']} epochs"
     return f"`{command}`: {effort}; {result['machine']}; commit {commit_of(result)}"
 
 

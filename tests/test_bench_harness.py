@@ -278,6 +278,8 @@ def test_a_checkout_knows_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "site-packages").mkdir()
     monkeypatch.setattr(provenance, "ROOT", tmp_path / "site-packages")  # a package installed inside the checkout
     assert provenance.commit() == (None, None)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))  # as git sets it for a hook: it names another project
+    assert provenance.commit() == (None, None)
 
 
 def test_record_needs_every_field() -> None:

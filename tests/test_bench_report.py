@@ -194,6 +194,12 @@ def test_train_region_is_what_the_command_printed(results: Path) -> None:
     assert found["train:cora"].endswith("commit 0123456789ab (modified)")
 
 
+def test_a_command_is_shown_without_the_places_of_its_machine(results: Path) -> None:
+    write_trained(results, "photo", command="qgnn train --root /home/me/data --seeds 2 --json=/scratch/a.json")
+    text = dict(readme.regions(results))["train:photo"]
+    assert "\n\n`qgnn train --root DIR --seeds 2 --json FILE`: 2 seeds" in text
+
+
 def test_readme_is_rewritten_between_its_markers_only(results: Path, tmp_path: Path) -> None:
     write_trained(results, "photo")
     write_trained(results, "cora")  # without markers: not shown

@@ -187,6 +187,14 @@ def test_a_compiler_that_is_no_program(place: Place, monkeypatch: pytest.MonkeyP
         build.load()
 
 
+def test_a_compiler_that_leaves_nothing(place: Place, compiler: Callable[..., Path]) -> None:
+    """It is not the folder's fault, so the other folder is not tried."""
+    script = compiler("exit 0")
+    with pytest.raises(build.BuildError, match=r"compiler gave no library: .*No such file"):
+        build.load()
+    assert calls(script) == 1
+
+
 def test_a_library_for_another_machine(place: Place, compiler: Callable[..., Path]) -> None:
     compiler('while [ "$1" != -o ]; do shift; done; echo "not for this machine" > "$2"; exit 0')
     with pytest.raises(build.BuildError, match=r"cannot be kept or loaded: .*; .*"):
