@@ -7,8 +7,17 @@ that stay in cache, but contain no other trick. None of them carries gradients: 
 Quantized pairs obey ``x = x_q * x_scale``. A seed is an int64 tensor of shape ``[1]``; ``None`` rounds to nearest.
 """
 
+from qgnn.reference.activation import masked_grad
 from qgnn.reference.blocks import blocks_pack, blocks_unpack
-from qgnn.reference.dense import matmul, matmul_dw, matmul_requantize, quantize
+from qgnn.reference.dense import (
+    matmul,
+    matmul_dw,
+    matmul_requantize,
+    quantize,
+    quantize_grad,
+    quantize_matmul,
+    quantize_matmul_requantize,
+)
 from qgnn.reference.edges import (
     attention_scores,
     attention_scores_backward,
@@ -32,10 +41,14 @@ __all__ = [
     "attention_scores_backward",
     "blocks_pack",
     "blocks_unpack",
+    "masked_grad",
     "matmul",
     "matmul_dw",
     "matmul_requantize",
     "quantize",
+    "quantize_grad",
+    "quantize_matmul",
+    "quantize_matmul_requantize",
     "sddmm",
     "softmax",
     "softmax_backward",

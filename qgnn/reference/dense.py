@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qgnn.activation import Activation
 from qgnn.formats import absmax_scale, round_codes
-from qgnn.reference._common import row_chunks, stream_seed
+from qgnn.reference._common import compute_dtype, row_chunks, stream_seed
+from qgnn.reference.activation import activate, masked_grad
 from qgnn.rng import random_bits16
 
 _EXACT_TERMS = 1024  # 1024 * 127 * 127 < 2**24: an fp32 sum of products of int8 codes is still exact
@@ -72,6 +74,41 @@ def quantize(
     return codes, scale.squeeze(1) if width else scale.new_zeros(num_rows)
 
 
+def quantize_grad(
+    grad: Tensor,
+    *,
+    bits: int = 8,
+    granularity: str = "row",
+    seed: Tensor | None = None,
+    stream: int = 0,
+    mask: Tensor | None = None,
+    factor: float = 1.0,
+    sum_columns: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """:func:`quantize` of a gradient before an activation, and beside it the gradient of a bias.
+
+    Args:
+        grad: Gradient behind the activation.
+        bits: Width of a code, 2 to 8.
+        granularity: ``"row"`` or ``"tensor"``.
+        seed: Seed of the stochastic rounding, or ``None`` to round to nearest.
+        stream: Number of the seed's stream.
+        mask: Bits of the activation; ``None``: there was none.
+        factor: Factor of the elements that it passed.
+        sum_columns: Whether the sums of the columns are wanted.
+
+    Shapes:
+        - **input:** ``grad [N, F]``, ``mask`` uint8 ``[N, ceil(F / 8)]``
+        - **output:** codes int8 ``[N, F]``; scale fp32 ``[N]`` or ``[1]``; sums before rounding ``[F]``, fp32 (float64
+          for float64 input), or ``None``
+    """
+    wide = grad.to(compute_dtype(grad))
+    if mask is not None:
+        wide = masked_grad(wide, mask, factor)
+    codes, scale = quantize(wide, bits=bits, granularity=granularity, seed=seed, stream=stream)
+    return codes, scale, wide.sum(0) if sum_columns else None
+
+
 def _integer_product(x_q: Tensor, w_q: Tensor) -> Tensor:
     """Exact ``x_q @ w_q.T`` of int8 codes, in fp32 where it fits 24 bits and int32 beyond: [N, K], [M, K] -> [N, M]."""
     total = x_q[:, :_EXACT_TERMS].float() @ w_q[:, :_EXACT_TERMS].float().t()
@@ -91,8 +128,10 @@ def matmul(
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype = torch.float32,
+    activation: Activation | None = None,
 ) -> Tensor:
-    """``y = x w^T + bias`` from int8 operands; the integer sum is exact, scales and bias are applied in fp32.
+    """``y = x w^T + bias`` from int8 operands, and what follows it; the integer sum is exact, scales, bias and
+    activation are applied in fp32.
 
     Shapes:
         - **input:** ``x_q [N, K]``, ``x_scale [N]`` or ``[1]``, ``w_q [M, K]``, ``w_scale [M]``, ``bias [M]``
@@ -103,7 +142,8 @@ def matmul(
     x_scale = x_scale.expand(num_rows)
     for rows in row_chunks(num_rows, max(x_q.shape[1], num_outputs)):
         y = (_integer_product(x_q[rows], w_q) * x_scale[rows, None]) * w_scale[None, :]
-        out[rows] = y if bias is None else y + bias.float()
+        y = y if bias is None else y + bias.float()
+        out[rows] = y if activation is None else activate(y, activation, rows.start)
     return out
 
 
@@ -134,6 +174,52 @@ def matmul_requantize(
         scale[rows], inverse = absmax_scale(y.abs().amax(1), bits)
         _fill_codes(codes[rows], y, inverse[:, None], rows.start, seed)
     return codes, scale * x_scale
+
+
+def quantize_matmul(
+    x: Tensor,
+    w_q: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    bits: int = 8,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    out_dtype: torch.dtype = torch.float32,
+    activation: Activation | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`quantize` with a scale a row, then :func:`matmul` with the codes.
+
+    Shapes:
+        - **input:** ``x [N, K]`` float, ``w_q [M, K]``, ``w_scale [M]``, ``bias [M]``
+        - **output:** ``y [N, M]`` of ``out_dtype``; codes int8 ``[N, K]`` and scale fp32 ``[N]`` of ``x``
+    """
+    x_q, x_scale = quantize(x, bits=bits, seed=seed, stream=stream)
+    y = matmul(x_q, x_scale, w_q, w_scale, bias, out_dtype=out_dtype, activation=activation)
+    return y, x_q, x_scale
+
+
+def quantize_matmul_requantize(
+    x: Tensor,
+    w_q: Tensor,
+    w_scale: Tensor,
+    *,
+    bits: int = 8,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    hidden_stream: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`quantize` with a scale a row, then :func:`matmul_requantize`, whose rounding has the stream
+    ``hidden_stream``.
+
+    Shapes:
+        - **input:** ``x [N, K]`` float, ``w_q [M, K]``, ``w_scale [M]``
+        - **output:** codes int8 ``[N, M]`` and scale fp32 ``[N]`` of the product; codes int8 ``[N, K]`` and scale fp32
+          ``[N]`` of ``x``
+    """
+    x_q, x_scale = quantize(x, bits=bits, seed=seed, stream=stream)
+    hidden = matmul_requantize(x_q, x_scale, w_q, w_scale, bits=bits, seed=seed, stream=hidden_stream)
+    return (*hidden, x_q, x_scale)
 
 
 def matmul_dw(g_q: Tensor, g_scale: Tensor, x_q: Tensor, x_scale: Tensor) -> Tensor:

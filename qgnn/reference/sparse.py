@@ -7,7 +7,9 @@ import warnings
 import torch
 from torch import Tensor
 
+from qgnn.activation import Activation
 from qgnn.reference._common import compute_dtype, row_chunks
+from qgnn.reference.activation import activate
 from qgnn.reference.dense import quantize
 
 with warnings.catch_warnings():  # torch says once a process that CSR tensors are in beta; users of qgnn never see one
@@ -36,25 +38,28 @@ def spmm(
     row_factor: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    activation: Activation | None = None,
 ) -> Tensor:
     """Weighted sum of neighbor rows over a CSR graph.
 
     ``out[i] = row_factor[i] * sum_e weight[e] * x_scale[index[e]] * x[index[e]] + bias``, ``e`` from ``indptr[i]`` to
-    ``indptr[i + 1]``. Sums are fp32 (float64 for float64 input). A row without edges gives ``bias``.
+    ``indptr[i + 1]``, and what follows. Sums are fp32 (float64 for float64 input). A row without edges gives ``bias``.
+    With weights for ``H`` heads, the ``F / H`` columns of a head have its weights.
 
     Args:
         indptr: First edge of each row.
         index: Source row of each edge.
         x: int8 codes or float rows.
-        weight: One weight an edge, in the order of ``index``.
+        weight: One weight an edge, or one an edge and head, in the order of ``index``.
         x_scale: One scale a source row; required for codes.
         row_factor: One factor an output row.
         bias: One value a column.
         out_dtype: Type of the result; that of a float ``x`` by default, else fp32.
+        activation: ReLU and dropout, applied last.
 
     Shapes:
-        - **input:** ``indptr [N + 1]``, ``index [E]``, ``x [S, F]``, ``weight [E]``, ``x_scale [S]`` or ``[1]``,
-          ``row_factor [N]``, ``bias [F]``
+        - **input:** ``indptr [N + 1]``, ``index [E]``, ``x [S, F]``, ``weight [E]`` or ``[E, H]``, ``x_scale [S]`` or
+          ``[1]``, ``row_factor [N]``, ``bias [F]``
         - **output:** ``[N, F]``
     """
     dtype = compute_dtype(x)
@@ -65,12 +70,22 @@ def spmm(
     else:
         value = torch.ones(index.numel(), dtype=dtype, device=x.device) if weight is None else weight.to(dtype)
         if x_scale is not None:
-            value = value * x_scale.to(dtype).expand(x.shape[0])[index]
-        out = _sparse_sum(_sparse_matrix(indptr, index, value, x.shape[0]), x.to(dtype).contiguous())
+            scale = x_scale.to(dtype).expand(x.shape[0])[index]
+            value = value * (scale if value.dim() == 1 else scale[:, None])
+        heads = value.unbind(1) if value.dim() == 2 else (value,)
+        out = torch.cat(
+            [
+                _sparse_sum(_sparse_matrix(indptr, index, value.contiguous(), x.shape[0]), columns.to(dtype).contiguous())
+                for value, columns in zip(heads, x.chunk(len(heads), dim=1), strict=True)
+            ],
+            dim=1,
+        )
     if row_factor is not None:
         out *= row_factor[:, None]
     if bias is not None:
         out += bias
+    if activation is not None:
+        out = activate(out, activation)
     return out.to(out_dtype)
 
 

@@ -1,0 +1,52 @@
+"""What a product or a sum applies to its rows before it writes them: ReLU, then dropout, and the bits that remember it.
+
+The backward pass needs one bit an element, not the rows: whether its gradient passes. Bit ``f % 8`` of byte ``f // 8``
+of a mask's row belongs to column ``f``; bits behind the last column are 0. An element is dropped if its 16 random bits,
+those of the rounding's hash, are below a threshold, so a probability is a multiple of ``2**-16``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+_STEPS = 1 << 16
+
+
+class Activation(NamedTuple):
+    """An epilogue.
+
+    Args:
+        relu: Negative values become 0.
+        threshold: Elements whose 16 random bits are below it are dropped; 0 for no dropout.
+        seed: Seed of the dropout, int64 ``[1]``; ``None`` without one.
+        stream: Number of the seed's stream.
+        mask: Where to write the bits, uint8 ``[N, ceil(F / 8)]``; ``None`` without a backward pass.
+    """
+
+    relu: bool
+    threshold: int
+    seed: Tensor | None
+    stream: int
+    mask: Tensor | None
+
+    @property
+    def factor(self) -> float:
+        """What kept elements are multiplied by, ``1 / (1 - p)``."""
+        return keep_factor(self.threshold)
+
+
+def dropout_threshold(probability: float) -> int:
+    """The threshold that comes next to a probability of dropping an element."""
+    return round(probability * _STEPS)
+
+
+def keep_factor(threshold: int) -> float:
+    """What kept elements and their gradients are multiplied by; 0 where none is kept."""
+    return _STEPS / (_STEPS - threshold) if threshold < _STEPS else 0.0
+
+
+def mask_width(num_columns: int) -> int:
+    """Bytes of a mask's row."""
+    return (num_columns + 7) // 8
