@@ -75,7 +75,9 @@ def spmm(
         heads = value.unbind(1) if value.dim() == 2 else (value,)
         out = torch.cat(
             [
-                _sparse_sum(_sparse_matrix(indptr, index, value.contiguous(), x.shape[0]), columns.to(dtype).contiguous())
+                _sparse_sum(
+                    _sparse_matrix(indptr, index, value.contiguous(), x.shape[0]), columns.to(dtype).contiguous()
+                )
                 for value, columns in zip(heads, x.chunk(len(heads), dim=1), strict=True)
             ],
             dim=1,
