@@ -17,9 +17,12 @@ Oracle: qgnn.reference.matmul, matmul_requantize, matmul_dw
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import torch
+from qgnn.kernels.cpu.epilogue import activate
 from qgnn.kernels.cpu.library import empty_codes, launch, rows_of, stream_key
+from qgnn.kernels.cpu.quantize import quantize
 from torch import Tensor
 
 _CHUNK_ELEMENTS = 1 << 20  # of the larger of input and output: 4 MiB of floats, about the last-level cache
@@ -138,8 +141,9 @@ def matmul(
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype = torch.float32,
+    activation: Any = None,
 ) -> Tensor:
-    """``y = x w^T + bias`` from int8 operands: [N, K], [M, K] -> [N, M]."""
+    """``y = x w^T + bias`` and its activation from int8 operands: [N, K], [M, K] -> [N, M]."""
     (N, K), M = x_q.shape, w_q.shape[0]
     out = torch.empty((N, M))
     if out.numel() == 0:
@@ -152,6 +156,7 @@ def matmul(
         total = product.of(rows, y)
         operands = (y if total is None else total, total is not None, *_scale_of(x_scale, rows), w_scale, bias)
         launch("qgnn_matmul_scale", y, *operands, *y.shape)
+        activate(y, activation, rows.start)
     return out.to(out_dtype)
 
 
@@ -185,6 +190,40 @@ def matmul_requantize(
         operands = (y, total, *_scale_of(x_scale, rows), w_scale, *rule, rows.start, *y.shape)
         launch("qgnn_matmul_requantize", codes[rows], scale[rows], *operands)
     return codes, scale
+
+
+def quantize_matmul(
+    x: Tensor,
+    w_q: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    bits: int = 8,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    out_dtype: torch.dtype = torch.float32,
+    activation: Any = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`matmul` of rows that are rounded first: y [N, M], and codes [N, K] and scale [N] of ``x``."""
+    x_q, x_scale = quantize(x, bits=bits, seed=seed, stream=stream)
+    y = matmul(x_q, x_scale, w_q, w_scale, bias, out_dtype=out_dtype, activation=activation)
+    return y, x_q, x_scale
+
+
+def quantize_matmul_requantize(
+    x: Tensor,
+    w_q: Tensor,
+    w_scale: Tensor,
+    *,
+    bits: int = 8,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    hidden_stream: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`matmul_requantize` of rows that are rounded first: its codes and scale, and those of ``x``."""
+    x_q, x_scale = quantize(x, bits=bits, seed=seed, stream=stream)
+    hidden = matmul_requantize(x_q, x_scale, w_q, w_scale, bits=bits, seed=seed, stream=hidden_stream)
+    return (*hidden, x_q, x_scale)
 
 
 def matmul_dw(g_q: Tensor, g_scale: Tensor, x_q: Tensor, x_scale: Tensor) -> Tensor:

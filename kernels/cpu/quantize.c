@@ -1,6 +1,7 @@
-/* Absmax quantization of a matrix [N, F] to int8 codes; oracle: qgnn.reference.quantize. */
+/* Absmax quantization of a matrix [N, F] to int8 codes.
+ * Oracle: qgnn.reference.quantize, quantize_grad, masked_grad. */
 
-#include "common.h"
+#include "epilogue.h"
 
 /* One scale for each `group` columns of a row. */
 EXPORT void qgnn_quantize_groups(
@@ -40,4 +41,41 @@ EXPORT void qgnn_quantize_tensor(
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t n = 0; n < N; n++)
         round_columns(codes + n * F, x + n * stride_x, n, 0, F, pairs, steps, rule);
+}
+
+/* The gradient before an activation. */
+EXPORT void qgnn_masked_grad(
+    float *out, const float *grad, const uint8_t *mask, float factor, int64_t N, int64_t F, int64_t stride_grad,
+    int64_t threads
+) {
+    threads = useful_threads(N * F, threads);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t n = 0; n < N; n++) mask_row(out + n * F, grad + n * stride_grad, mask + n * mask_width(F), factor, F);
+}
+
+/* Codes of the gradient before an activation, a scale a row. `mask` and `sums` may be null; sums of columns go to
+ * `sums` [parts, F], one row a part of the rows, whatever the number of threads. `rows` [parts, F] is work space. */
+EXPORT void qgnn_quantize_grad(
+    int8_t *codes, float *scale, float *sums, float *rows, const float *grad, const uint8_t *mask, float factor,
+    const int64_t *seed, int64_t stream_key, int64_t qmax, int64_t N, int64_t F, int64_t stride_grad, int64_t parts,
+    int64_t threads
+) {
+    const rounding rule = make_rounding(seed, stream_key, qmax);
+    const int64_t pairs = pairs_per_row(F);
+    threads = useful_threads(N * F, threads);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+    for (int64_t part = 0; part < parts; part++) {
+        float *masked = rows + part * F, *sum = sums ? sums + part * F : 0;
+        if (sum) memset(sum, 0, (size_t)F * sizeof(float));
+        for (int64_t n = N * part / parts; n < N * (part + 1) / parts; n++) {
+            const float *row = grad + n * stride_grad;
+            if (mask) {
+                mask_row(masked, row, mask + n * mask_width(F), factor, F);
+                row = masked;
+            }
+            if (sum)
+                for (int64_t f = 0; f < F; f++) sum[f] += row[f];
+            scale[n] = quantize_row(codes + n * F, row, n, F, pairs, rule);
+        }
+    }
 }

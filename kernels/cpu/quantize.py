@@ -3,12 +3,17 @@
 Numerics: bit-equal to the reference. A row is read once from memory: its maximum is found and its codes are made while
 it lies in the first-level cache.
 
-Oracle: qgnn.reference.quantize
+Of a gradient, ``quantize_grad`` also makes the way back through an activation and the sums of the columns, the gradient
+of a bias, in the same pass; these sums are added up in 16 parts of the rows, in order.
+
+Oracle: qgnn.reference.quantize, quantize_grad, masked_grad
 """
 
 import torch
 from qgnn.kernels.cpu.library import empty_codes, launch, rows_of, stream_key
 from torch import Tensor
+
+_PARTS = 16  # of rows, for threads to share and to add up in order, whatever the number of threads
 
 
 def quantize(
@@ -37,3 +42,37 @@ def quantize(
     else:
         launch("qgnn_quantize_groups", *operands, min(block_size, F) if granularity == "block" else F)
     return codes, scale
+
+
+def masked_grad(grad: Tensor, mask: Tensor, factor: float = 1.0) -> Tensor:
+    """Gradient before an activation, [N, F] of ``grad``'s type."""
+    out = torch.empty(grad.shape)
+    rows = rows_of(grad, torch.float32)
+    launch("qgnn_masked_grad", out, rows, mask, float(factor), *grad.shape, rows.stride(0))
+    return out.to(grad.dtype)
+
+
+def quantize_grad(
+    grad: Tensor,
+    *,
+    bits: int = 8,
+    granularity: str = "row",
+    seed: Tensor | None = None,
+    stream: int = 0,
+    mask: Tensor | None = None,
+    factor: float = 1.0,
+    sum_columns: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes and scale of the gradient before an activation, and the sums of its columns if they are wanted."""
+    N, F = grad.shape
+    if granularity != "row" or N * F == 0:
+        wide = grad.float() if mask is None else masked_grad(grad.float(), mask, factor)
+        codes, scale = quantize(wide, bits=bits, granularity=granularity, seed=seed, stream=stream)
+        return codes, scale, wide.sum(0) if sum_columns else None
+    codes, scale = empty_codes(N, F), torch.empty(N)
+    sums = torch.empty((_PARTS, F)) if sum_columns else None
+    rows, work = rows_of(grad, torch.float32), torch.empty((_PARTS, F))
+    rule = (seed, stream_key(stream), (1 << (bits - 1)) - 1)
+    sizes = (N, F, rows.stride(0), _PARTS)
+    launch("qgnn_quantize_grad", codes, scale, sums, work, rows, mask, float(factor), *rule, *sizes)
+    return codes, scale, None if sums is None else sums.sum(0)

@@ -5,7 +5,7 @@
  * grows in the first-level cache while edges are taken four at a time, which spares three of four passes over it. One
  * thread makes an element, edge after edge: results do not depend on the number of threads. */
 
-#include "common.h"
+#include "epilogue.h"
 
 enum {
     GROUP = 4,        /* edges taken at a time */
@@ -26,6 +26,7 @@ typedef struct {
     void *arg;
     int8_t *codes;
     rounding rule;
+    const activation *last; /* null: none */
 } job;
 
 /* One multiply-add: fused in hardware, or none; a fused one in software would be far slower than its two roundings. */
@@ -202,7 +203,9 @@ static void finish_sums(float *out, const float *sum, const job *a, int64_t n, i
 static void sum_task(const job *a, int64_t n, int64_t first, int64_t width) {
     float sum[SLICE + LANES];
     (a->is_codes ? sum_codes : sum_floats)((gathered){sum, 0}, a, n, first, width);
-    finish_sums(a->out + n * a->F + first, sum, a, n, first, width);
+    float *out = a->out + n * a->F + first;
+    finish_sums(out, sum, a, n, first, width);
+    if (a->last) activate_columns(out, *a->last, n, first, width, a->F);
 }
 
 static void requantize_task(const job *a, int64_t n, int64_t first, int64_t width) {
@@ -257,13 +260,15 @@ static void run(const job *a, task work, int whole_rows, int64_t threads) {
 
 EXPORT void qgnn_spmm(
     float *out, const void *indptr, const void *index, const void *x, const float *weight, const float *x_scale,
-    const float *row_factor, const float *bias, int64_t N, int64_t S, int64_t E, int64_t F, int64_t stride_x,
-    int64_t wide, int64_t is_codes, int64_t one_scale, int64_t threads
+    const float *row_factor, const float *bias, uint8_t *mask, int64_t relu, int64_t threshold, const int64_t *seed,
+    int64_t stream_key, float factor, int64_t N, int64_t S, int64_t E, int64_t F, int64_t stride_x, int64_t wide,
+    int64_t is_codes, int64_t one_scale, int64_t threads
 ) {
+    const activation last = make_activation(mask, relu, threshold, seed, stream_key, factor);
     const job a = {
         .indptr = indptr, .index = index, .x = x, .weight = weight, .x_scale = x_scale, .row_factor = row_factor,
         .bias = bias, .N = N, .S = S, .E = E, .F = F, .stride_x = stride_x, .wide = wide, .is_codes = is_codes,
-        .one_scale = one_scale, .largest = 1, .out = out,
+        .one_scale = one_scale, .largest = 1, .out = out, .last = relu || threshold ? &last : 0,
     };
     run(&a, sum_task, 0, threads);
 }

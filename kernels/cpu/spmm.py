@@ -2,7 +2,7 @@
 
     out[i, :] = row_factor[i] * sum_e weight[e] * x_scale[index[e]] * x[index[e], :] + bias
 
-over the edges ``e`` from ``indptr[i]`` to ``indptr[i + 1]``, for int8 codes ``x`` and for float rows (16-bit ones are
+and its activation, over the edges ``e`` from ``indptr[i]`` to ``indptr[i + 1]``, for int8 codes ``x`` and for float rows (16-bit ones are
 converted before and after). ``spmm_requantize`` rounds the rows to int8 while they are in cache.
 
 Numerics: an element is summed in fp32 by one thread in the order of its edges, fused multiply-adds where the processor
@@ -11,7 +11,10 @@ has them; so results depend neither on the number of threads nor on the layout o
 Oracle: qgnn.reference.spmm, spmm_requantize, spmm_extremum
 """
 
+from typing import Any
+
 import torch
+from qgnn.kernels.cpu.epilogue import activate, activation_arguments
 from qgnn.kernels.cpu.library import empty_codes, launch, rows_of, stream_key
 from qgnn.kernels.cpu.quantize import quantize
 from torch import Tensor
@@ -48,19 +51,43 @@ def spmm(
     row_factor: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    activation: Any = None,
 ) -> Tensor:
     """Weighted sum of neighbor rows, ``[N, F]``; see the reference for the operands."""
     if out_dtype is None:
         out_dtype = x.dtype if x.is_floating_point() else torch.float32
     N, F = indptr.numel() - 1, x.shape[1]
+    if weight is not None and weight.dim() == 2:
+        out = _spmm_heads(indptr, index, x, weight, x_scale, row_factor, bias)
+        activate(out, activation)
+        return out.to(out_dtype)
     out = torch.empty((N, F))
     if out.numel() == 0:
         return out.to(out_dtype)
     indptr, index = _graph(indptr, index)
     rows, x_scale = _rows(x), _floats(x_scale)
     operands = (rows, _floats(weight), x_scale, _floats(row_factor), _floats(bias))
-    launch("qgnn_spmm", out, indptr, index, *operands, *_sizes(indptr, index, rows, x_scale))
+    sizes = _sizes(indptr, index, rows, x_scale)
+    launch("qgnn_spmm", out, indptr, index, *operands, *activation_arguments(activation), *sizes)
     return out.to(out_dtype)
+
+
+def _spmm_heads(
+    indptr: Tensor,
+    index: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor | None,
+    row_factor: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """fp32 sums with weights [E, H], head by head: each has its own columns."""
+    heads, H = [], weight.shape[1]
+    for h, columns in enumerate(x.tensor_split(H, dim=1)):
+        own_bias = None if bias is None else bias.tensor_split(H)[h]
+        options = {"x_scale": x_scale, "row_factor": row_factor, "bias": own_bias, "out_dtype": torch.float32}
+        heads.append(spmm(indptr, index, columns, weight=weight[:, h], **options))
+    return torch.cat(heads, dim=1)
 
 
 def spmm_requantize(
@@ -77,7 +104,7 @@ def spmm_requantize(
 ) -> tuple[Tensor, Tensor]:
     """:func:`spmm` with the result rounded to codes int8 ``[N, F]`` and scale fp32 ``[N]``."""
     N, F = indptr.numel() - 1, x.shape[1]
-    if F > _SLICE:
+    if F > _SLICE or (weight is not None and weight.dim() == 2):
         out = spmm(indptr, index, x, weight=weight, x_scale=x_scale, row_factor=row_factor, out_dtype=torch.float32)
         return quantize(out, bits=bits, seed=seed, stream=stream)
     if N * F == 0:

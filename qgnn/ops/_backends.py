@@ -25,13 +25,18 @@ from qgnn.ops._checks import Signature
 # Streams of one seed: no two roundings of an op call share random bits.
 STREAM_INPUT, STREAM_WEIGHT, STREAM_HIDDEN = 0, 1, 2
 STREAM_GRAD, STREAM_WEIGHT_T, STREAM_GRAD_HIDDEN = 3, 4, 5
+STREAM_DROPOUT = 6
 
 _PROCESS = os.getpid()  # a fork between here and the first call of a native kernel has to be noticed
 
 # The primitives, and the file of kernels/ and kernels/cpu/ that each lives in.
 _HOMES = {
     "quantize": "quantize",
+    "quantize_grad": "quantize",
+    "masked_grad": "quantize",
     "matmul": "matmul",
+    "quantize_matmul": "matmul",
+    "quantize_matmul_requantize": "matmul",
     "matmul_requantize": "matmul",
     "matmul_dw": "matmul",
     "spmm": "spmm",
@@ -46,7 +51,10 @@ _HOMES = {
     "blocks_pack": "blocks",
     "blocks_unpack": "blocks",
 }
-_ROUNDS = {"quantize", "matmul_requantize", "spmm_requantize", "blocks_pack", "blocks_unpack"}
+_ROUNDS = {
+    *("quantize", "quantize_grad", "quantize_matmul", "quantize_matmul_requantize"),
+    *("matmul_requantize", "spmm_requantize", "blocks_pack", "blocks_unpack"),
+}
 _CODES = (torch.int8, torch.uint8)
 # Primitives that have no Triton kernel yet: their reference function runs on CUDA tensors as well.
 _WITHOUT_TRITON = {
