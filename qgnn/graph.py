@@ -264,16 +264,23 @@ def check_edge_index(edge_index: Any, num_sources: int, num_targets: int) -> Non
             )
 
 
-def check_edge_weight(edge_weight: Tensor, num_edges: int) -> Tensor:
-    """Edge weights as a float vector ``[E]``; a column ``[E, 1]`` is accepted."""
+def check_edge_weight(edge_weight: Tensor, num_edges: int, num_columns: int | None = None) -> Tensor:
+    """Edge weights as a float vector ``[E]``; a column ``[E, 1]`` is accepted, and for rows of ``num_columns`` columns
+    a weight a head, ``[E, H]``."""
     if not isinstance(edge_weight, Tensor):
         raise TypeError(f"'edge_weight' expects a tensor (got {type(edge_weight).__name__})")
     if not edge_weight.is_floating_point():
         raise ValueError(f"'edge_weight' expects a floating-point tensor (got {edge_weight.dtype})")
     if edge_weight.dim() == 2 and edge_weight.shape[1] == 1:
         edge_weight = edge_weight.squeeze(1)
-    if edge_weight.dim() != 1 or edge_weight.shape[0] != num_edges:
+    by_head = num_columns is not None and edge_weight.dim() == 2
+    if edge_weight.shape[:1] != (num_edges,) or not (by_head or edge_weight.dim() == 1):
         raise ValueError(f"'edge_weight' expects one value an edge, [{num_edges}] (got {list(edge_weight.shape)})")
+    if num_columns is not None and by_head and (edge_weight.shape[1] == 0 or num_columns % edge_weight.shape[1]):
+        raise ValueError(
+            f"'edge_weight' expects a number of heads that divides the {num_columns} columns of the rows "
+            f"(got {list(edge_weight.shape)})"
+        )
     return edge_weight
 
 

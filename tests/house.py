@@ -189,16 +189,22 @@ def _primitive(stem: str) -> str:
     return stem if stem in FUSED else stem.split("_")[0]
 
 
+_SHARED_C = ("epilogue", "info")
+
+
 def missing_rooms(root: Path) -> list[str]:
     """A primitive has one name everywhere: its kernel, reference function, op and tests are found by it.
 
     A kernel is written in Triton (``kernels/<name>.py``), in C (``kernels/cpu/<name>.c``) or in both. It may do without
-    an op of its own (another op launches it), an op not without a kernel. ``info.c`` tells how the rest was compiled.
+    an op of its own (another op launches it), an op not without a kernel. ``epilogue.c`` serves
+    several of them, and ``info.c`` tells how the rest was compiled.
     """
     in_triton = [path for path in (root / "kernels").glob("*.py") if re.search(r"def _\w+_kernel\(", path.read_text())]
     files = {
         "kernels": in_triton,
-        "kernels/cpu": [path for path in (root / "kernels" / "cpu").glob("*.c") if path.stem != "info"],
+        "kernels/cpu": [
+            path for path in (root / "kernels" / "cpu").glob("*.c") if path.stem not in ("epilogue", "info")
+        ],
         "ops": list((root / "qgnn" / "ops").glob("[!_]*.py")),
     }
     sources = "\n".join(path.read_text() for path in (root / "qgnn" / "reference").glob("*.py"))

@@ -10,6 +10,8 @@ from dense import assert_within
 from qgnn import Graph
 from statistics_checks import z_limit
 
+PLAIN = (False, 0, None, False)  # an operator's epilogue arguments without ReLU and dropout
+
 BASIC = ("test_schema", "test_faketensor", "test_autograd_registration")
 
 

@@ -155,7 +155,7 @@ def test_edge_weights_given_twice_are_rejected(call: Call, config: QConfig | Non
 @CONFIGS
 def test_edge_weights_of_another_shape_or_type_are_rejected(call: Call, config: QConfig | None) -> None:
     num_edges = EDGES.shape[1]
-    for weight in (torch.rand(num_edges - 1), torch.rand(num_edges, 2), torch.tensor(1.0)):
+    for weight in (torch.rand(num_edges - 1), torch.rand(num_edges, 1, 2), torch.tensor(1.0)):
         with pytest.raises(ValueError, match=rf"'edge_weight' expects one value an edge, \[{num_edges}\] \(got \["):
             call(torch.ones(N, K), config=config, edge_weight=weight)
     with pytest.raises(ValueError, match=r"'edge_weight' expects a floating-point tensor \(got torch.int64\)"):

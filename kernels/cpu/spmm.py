@@ -2,8 +2,8 @@
 
     out[i, :] = row_factor[i] * sum_e weight[e] * x_scale[index[e]] * x[index[e], :] + bias
 
-and its activation, over the edges ``e`` from ``indptr[i]`` to ``indptr[i + 1]``, for int8 codes ``x`` and for float rows (16-bit ones are
-converted before and after). ``spmm_requantize`` rounds the rows to int8 while they are in cache.
+and its activation, over the edges ``e`` from ``indptr[i]`` to ``indptr[i + 1]``, for int8 codes ``x`` and for float
+rows (16-bit ones are converted before and after). ``spmm_requantize`` rounds the rows to int8 while they are in cache.
 
 Numerics: an element is summed in fp32 by one thread in the order of its edges, fused multiply-adds where the processor
 has them; so results depend neither on the number of threads nor on the layout of ``x``. Extrema are exact.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qgnn.activation import dropout_threshold
 from qgnn.config import QConfig
 from qgnn.graph import Graph, as_graph
 from qgnn.qtensor import QTensor
@@ -21,6 +22,29 @@ def draw_seed(config: QConfig, seed: int | Tensor | None, x: Tensor) -> Tensor |
 def keeps_codes(config: QConfig, weight: Tensor) -> bool:
     """Whether int8 codes of the operand are what is kept for the gradient of ``weight``."""
     return config.save == "int8" and weight.requires_grad and torch.is_grad_enabled()
+
+
+class Epilogue(NamedTuple):
+    """ReLU and dropout of a call, as operators take them."""
+
+    relu: bool
+    threshold: int
+    dropout_seed: Tensor | None
+    keep_mask: bool
+
+
+def epilogue_of(
+    owner: str, activation: str | None, dropout: float, seed: int | Tensor | None, *operands: Tensor | None
+) -> Epilogue:
+    """The epilogue of a call on ``operands``, whose mask is kept if one of them needs a gradient."""
+    if activation not in (None, "relu"):
+        raise ValueError(f"'{owner}' expects 'activation' to be 'relu' or None (got {activation!r})")
+    if not isinstance(dropout, (int, float)) or not 0.0 <= dropout <= 1.0:
+        raise ValueError(f"'{owner}' expects 'dropout' to be a probability from 0 to 1 (got {dropout!r})")
+    threshold, relu = dropout_threshold(dropout), activation == "relu"
+    tensors = [t for t in operands if t is not None]
+    keep = (relu or threshold > 0) and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return Epilogue(relu, threshold, make_seed(seed, tensors[0].device) if threshold else None, keep)
 
 
 def structure(graph: Graph, *operands: Tensor | None) -> tuple[Tensor, ...]:

@@ -8,10 +8,20 @@ import torch
 from torch import Tensor
 
 from qgnn import ops, trace
+from qgnn.activation import keep_factor
 from qgnn.config import QConfig, check_config, check_product_config
 from qgnn.formats import Int
-from qgnn.functional._checks import check_float, check_product, codes_or_rows, draw_seed, keeps_codes
+from qgnn.functional._checks import (
+    Epilogue,
+    check_float,
+    check_product,
+    codes_or_rows,
+    draw_seed,
+    epilogue_of,
+    keeps_codes,
+)
 from qgnn.qtensor import QTensor
+from qgnn.rng import random_bits16, stream_key
 
 
 def quantize(x: Tensor, fmt_or_config: QConfig | Int | None = None, *, seed: int | Tensor | None = None) -> QTensor:
@@ -69,6 +79,8 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    activation: str | None = None,
+    dropout: float = 0,  # an integer: torch.compile makes a symbol of a float
     config: QConfig | None = None,
     seed: int | Tensor | None = None,
 ) -> Tensor:
@@ -82,8 +94,12 @@ def linear(
         x: Input rows; a :class:`qgnn.QTensor` of row or tensor granularity is used as it is.
         weight: As in :class:`torch.nn.Linear`.
         bias: Added in fp32.
+        activation: ``"relu"`` to apply it to ``y``, in the product's own pass; what is kept of it is one bit an
+            element.
+        dropout: Probability that an element of ``y`` is dropped after that, in steps of ``2**-16``. In evaluation, give
+            0.
         config: How to quantize; ``None`` is :func:`torch.nn.functional.linear`.
-        seed: Seed of stochastic rounding.
+        seed: Seed of stochastic rounding and dropout.
 
     Shapes:
         - **input:** ``x [..., K]``, ``weight [M, K]``, ``bias [M]``; with ``config``, ``K`` and ``M`` up to 131,072,
@@ -92,7 +108,7 @@ def linear(
 
     Raises:
         TypeError: If ``x``, ``weight`` or ``bias`` hold no floats, or ``config`` is no QConfig.
-        ValueError: If widths or devices disagree.
+        ValueError: If widths or devices disagree, ``activation`` is unknown, or ``dropout`` is no probability.
 
     Example:
         >>> y = qgnn.functional.linear(torch.randn(9, 16), torch.randn(4, 16), config=qgnn.QConfig())
@@ -104,10 +120,10 @@ def linear(
         y = torch.nn.functional.linear(value, weight, bias)
         if not torch.compiler.is_compiling() and trace.recording():
             trace.report("matmul.forward", str(y.dtype).removeprefix("torch."), "torch", (value, weight, bias, y))
-        return y
+        return _apply(y, epilogue_of("linear", activation, dropout, seed, y))
     codes_or_x, scale = codes_or_rows("linear", x)
     rows = codes_or_x.reshape(prod(codes_or_x.shape[:-1]), codes_or_x.shape[-1])
-    y, _, _ = ops.matmul(
+    y, *_ = ops.matmul(
         rows,
         scale,
         weight,
@@ -116,5 +132,20 @@ def linear(
         config.bits,
         config.granularity,
         keeps_codes(config, weight),
+        *epilogue_of("linear", activation, dropout, seed, rows, weight, bias),
     )
     return y.view(*codes_or_x.shape[:-1], weight.shape[0])
+
+
+def _apply(y: Tensor, epilogue: Epilogue) -> Tensor:
+    """ReLU and dropout after a product of torch's own, with the same random bits as in the fused kernels."""
+    if epilogue.relu:
+        y = y.relu()
+    if epilogue.dropout_seed is None:
+        return y
+    rows = y.reshape(prod(y.shape[:-1]), y.shape[-1])
+    kept = (
+        random_bits16(0, rows.shape[0], rows.shape[1], epilogue.dropout_seed ^ stream_key(ops.STREAM_DROPOUT))
+        >= epilogue.threshold
+    )
+    return torch.where(kept.view(y.shape), y * keep_factor(epilogue.threshold), 0)

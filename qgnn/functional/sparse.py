@@ -17,6 +17,7 @@ from qgnn.functional._checks import (
     codes_or_rows,
     compute_dtype,
     draw_seed,
+    epilogue_of,
     graph_of,
     keeps_codes,
     structure,
@@ -35,6 +36,8 @@ def spmm(
     edge_weight: Tensor | None = None,
     reduce: str = "sum",
     *,
+    activation: str | None = None,
+    dropout: float = 0,  # an integer: torch.compile makes a symbol of a float
     config: QConfig | None = None,
     seed: int | Tensor | None = None,
 ) -> Tensor:
@@ -49,19 +52,24 @@ def spmm(
         graph: Edges; an ``edge_index`` is sorted once and remembered.
         x: One row a source node. A :class:`qgnn.QTensor` of row or tensor granularity is used as it is, with or without
             ``config``, and gets no gradient: so constant features are quantized once.
-        edge_weight: One weight an edge, in the order of the given edges.
+        edge_weight: One weight an edge, in the order of the given edges; for a sum or mean also one an edge and head,
+            the ``F / H`` columns of a head each with their own.
         reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
+        activation: ``"relu"`` to apply it to a sum or mean, in the aggregation's own pass; what is kept of it is one
+            bit an element.
+        dropout: Probability that an element of a sum or mean is dropped after that, in steps of ``2**-16``.
         config: How to quantize; ``None`` keeps ``x``'s type, through the same kernels.
-        seed: Seed of stochastic rounding.
+        seed: Seed of stochastic rounding and dropout.
 
     Shapes:
-        - **input:** ``x [S, F]``, ``edge_weight [E]`` or ``[E, 1]``
+        - **input:** ``x [S, F]``, ``edge_weight [E]``, ``[E, 1]`` or ``[E, H]``
         - **output:** ``[T, F]``, of ``x``'s type (of the type that was quantized, if ``x`` is a QTensor)
 
     Raises:
         TypeError: If ``x`` is no tensor of floats, or ``config`` no QConfig.
-        ValueError: If ``x`` has not one row a source node, ``edge_weight`` not one value an edge, ``reduce`` is
-            unknown, weights are given twice, or tensors lie on different devices.
+        ValueError: If ``x`` has not one row a source node, ``edge_weight`` not one value an edge or head, ``reduce`` or
+            ``activation`` is unknown, ``dropout`` is no probability, maxima or minima get an epilogue, weights are
+            given twice, or tensors lie on different devices.
 
     Example:
         >>> edge_index = torch.tensor([[0, 1, 2], [1, 2, 2]])
@@ -73,8 +81,13 @@ def spmm(
     check_matrix("spmm", "x", x)
     graph = graph_of("spmm", graph, x)
     if reduce in _EXTREMA:
+        if activation is not None or dropout:
+            raise ValueError(
+                f"'spmm' applies 'activation' and 'dropout' to sums and means (got reduce={reduce!r}); apply them to "
+                f"its result"
+            )
         return _extremum(graph, x, edge_weight, reduce == "max", config, seed)
-    return _aggregate(graph, x, edge_weight, reduce, None, config, seed, _SUMS + _EXTREMA)
+    return _aggregate(graph, x, edge_weight, reduce, None, (activation, dropout), config, seed, _SUMS + _EXTREMA)
 
 
 def graph_linear(
@@ -85,6 +98,8 @@ def graph_linear(
     edge_weight: Tensor | None = None,
     reduce: str = "sum",
     *,
+    activation: str | None = None,
+    dropout: float = 0,  # an integer: torch.compile makes a symbol of a float
     config: QConfig | None = None,
     seed: int | Tensor | None = None,
 ) -> Tensor:
@@ -98,19 +113,24 @@ def graph_linear(
         x: One row a source node, or a :class:`qgnn.QTensor` of them.
         weight: As in :class:`torch.nn.Linear`.
         bias: Added after the aggregation.
-        edge_weight: One weight an edge; may need a gradient.
+        edge_weight: One weight an edge, or one an edge and head, the ``M / H`` columns of a head each with their own;
+            may need a gradient.
         reduce: ``"sum"`` or ``"mean"``.
+        activation: ``"relu"`` to apply it to ``y``, in the aggregation's own pass; what is kept of it is one bit an
+            element.
+        dropout: Probability that an element of ``y`` is dropped after that, in steps of ``2**-16``.
         config: How to quantize; ``None`` is full precision.
-        seed: Seed of stochastic rounding.
+        seed: Seed of stochastic rounding and dropout.
 
     Shapes:
-        - **input:** ``x [S, K]``, ``weight [M, K]``, ``bias [M]``, ``edge_weight [E]`` or ``[E, 1]``; with ``config``,
-          ``K`` and ``M`` up to 131,072, which int32 sums hold
+        - **input:** ``x [S, K]``, ``weight [M, K]``, ``bias [M]``, ``edge_weight [E]``, ``[E, 1]`` or ``[E, H]``; with
+          ``config``, ``K`` and ``M`` up to 131,072, which int32 sums hold
         - **output:** ``[T, M]``, of ``x``'s type (of ``weight``'s, if ``x`` is a QTensor)
 
     Raises:
         TypeError: If ``x``, ``weight`` or ``bias`` hold no floats, or ``config`` is no QConfig.
-        ValueError: If sizes or devices disagree, ``reduce`` is unknown, or weights are given twice.
+        ValueError: If sizes or devices disagree, ``reduce`` or ``activation`` is unknown, ``dropout`` is no
+            probability, or weights are given twice.
 
     Example:
         >>> edge_index = torch.tensor([[0, 1, 2], [1, 2, 2]])
@@ -122,9 +142,9 @@ def graph_linear(
     check_matrix("graph_linear", "x", x)
     graph = graph_of("graph_linear", graph, x)
     if config is None:
-        return _aggregate(graph, linear(x, weight), edge_weight, reduce, bias, None, None)
+        return _aggregate(graph, linear(x, weight), edge_weight, reduce, bias, (activation, dropout), None, seed)
     codes_or_x, scale = codes_or_rows("graph_linear", x)
-    csr_weight, csc_weight = _edge_weights("graph_linear", graph, edge_weight, weight.dtype)
+    csr_weight, csc_weight = _edge_weights("graph_linear", graph, edge_weight, weight.dtype, heads_of=weight.shape[0])
     learns_weight = csr_weight is not None and csr_weight.requires_grad and torch.is_grad_enabled()
     out, *_ = ops.graph_linear(
         codes_or_x,
@@ -140,6 +160,7 @@ def graph_linear(
         config.granularity,
         keeps_codes(config, weight),
         learns_weight,
+        *epilogue_of("graph_linear", activation, dropout, seed, codes_or_x, weight, bias, csr_weight),
     )
     return out
 
@@ -150,13 +171,14 @@ def _aggregate(
     edge_weight: Tensor | None,
     reduce: str,
     bias: Tensor | None,
+    epilogue: tuple[str | None, float],
     config: QConfig | None,
     seed: int | Tensor | None,
     reduces: tuple[str, ...] = _SUMS,
 ) -> Tensor:
     rows, scale = codes_or_rows("spmm", x)
-    csr_weight, csc_weight = _edge_weights("spmm", graph, edge_weight, x.dtype)
-    out, _, _ = ops.spmm(
+    csr_weight, csc_weight = _edge_weights("spmm", graph, edge_weight, x.dtype, heads_of=x.shape[1])
+    out, *_ = ops.spmm(
         rows,
         scale,
         csr_weight,
@@ -166,6 +188,7 @@ def _aggregate(
         *structure(graph, rows, csr_weight),
         *_rounding(config, seed, rows),
         _keeps_rows(config, csr_weight),
+        *epilogue_of("spmm", *epilogue, seed, rows, csr_weight, bias),
     )
     return out.to(x.dtype)
 
@@ -206,9 +229,10 @@ def _keeps_rows(config: QConfig | None, weight: Tensor | None) -> bool:
 
 
 def _edge_weights(
-    owner: str, graph: Graph, edge_weight: Tensor | None, dtype: torch.dtype
+    owner: str, graph: Graph, edge_weight: Tensor | None, dtype: torch.dtype, heads_of: int | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Weights in CSR order, and in CSC order too if they are constants of the graph."""
+    """Weights in CSR order, and in CSC order too if they are constants of the graph; of ``heads_of`` columns, each head
+    may have its own."""
     dtype = compute_dtype(dtype)
     if edge_weight is None:
         if graph.weight is None:
@@ -218,7 +242,8 @@ def _edge_weights(
     if graph.weight is not None:
         raise ValueError(f"'{owner}' got 'edge_weight' and a graph that has weights; give one of them")
     check_device(owner, "edge_weight", edge_weight, graph.device)
-    return graph.to_csr_order(check_edge_weight(edge_weight, graph.num_edges)).to(dtype), None
+    weight = check_edge_weight(edge_weight, graph.num_edges, heads_of)
+    return graph.to_csr_order(weight).to(dtype), None
 
 
 def _row_factor(

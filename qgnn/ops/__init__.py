@@ -3,6 +3,7 @@
 Importing this package registers them under ``torch.ops.qgnn``; Triton is imported at the first call with a CUDA tensor.
 """
 
+from qgnn.ops._backends import STREAM_DROPOUT
 from qgnn.ops.blocks import blocks_pack, blocks_unpack
 from qgnn.ops.graph_linear import graph_linear
 from qgnn.ops.matmul import matmul
@@ -13,6 +14,7 @@ from qgnn.ops.spmm import spmm
 from qgnn.ops.spmm_extremum import spmm_extremum
 
 __all__ = [
+    "STREAM_DROPOUT",
     "attention_scores",
     "blocks_pack",
     "blocks_unpack",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from qgnn import reference, trace
+from qgnn.activation import Activation
 from qgnn.ops._checks import Signature
 
 # Streams of one seed: no two roundings of an op call share random bits.
@@ -100,24 +101,54 @@ class Backend:
         result = self._primitives[primitive](*operands, **options)
         if trace.recording():
             results = result if isinstance(result, tuple) else (result,)
-            error = None
-            if primitive == "quantize":
-                error = partial(_relative_error, operands, results, options.get("block_size", 0))
-            tensors = [t for t in operands if t is not None]
-            integer = primitive in ("quantize", "blocks_pack") or any(t.dtype in _CODES for t in tensors)
-            dtypes = [t.dtype for t in tensors if t.is_floating_point()]
-            fmt = f"int{bits}" if integer else str(dtypes[0]).removeprefix("torch.")
-            engine = self._engines.get(primitive)
-            name = self.name if engine is None else f"{self.name}/{engine(*operands)}"
-            trace.report(trace_name, fmt, name, (*operands, *options.values(), *results), error)
+            if primitive.startswith("quantize_matmul"):
+                self._report_fused(trace_name, operands, options, results, bits)
+            else:
+                self._report(primitive, trace_name, operands, options, results, bits)
         return result
 
+    def _report(
+        self,
+        primitive: str,
+        name: str,
+        operands: tuple[Any, ...],
+        options: dict[str, Any],
+        results: tuple[Any, ...],
+        bits: int,
+    ) -> None:
+        error = None
+        if primitive in ("quantize", "quantize_grad"):
+            error = partial(_relative_error, operands[0], results, options)
+        tensors = [t for t in operands if t is not None]
+        integer = primitive in ("quantize", "quantize_grad", "blocks_pack") or any(t.dtype in _CODES for t in tensors)
+        dtypes = [t.dtype for t in tensors if t.is_floating_point()]
+        fmt = f"int{bits}" if integer else str(dtypes[0]).removeprefix("torch.")
+        engine = self._engines.get(primitive)
+        backend = self.name if engine is None else f"{self.name}/{engine(*operands)}"
+        masks = [value.mask for value in options.values() if isinstance(value, Activation)]
+        trace.report(name, fmt, backend, (*operands, *options.values(), *masks, *results), error)
 
-def _relative_error(operands: tuple[Any, ...], results: tuple[Any, ...], block_size: int) -> Tensor:
+    def _report_fused(
+        self, name: str, operands: tuple[Any, ...], options: dict[str, Any], results: tuple[Any, ...], bits: int
+    ) -> None:
+        """A product that rounds its operand first is two primitives, of which the second reads no codes."""
+        x, *rest = operands
+        *products, x_q, x_scale = results
+        seed = options.pop("seed")
+        self._report("quantize", name.replace("matmul", "quantize"), (x,), {"seed": seed}, (x_q, x_scale), bits)
+        primitive = "matmul" if len(products) == 1 else "matmul_requantize"
+        if primitive == "matmul_requantize":
+            options["seed"] = seed
+        self._report(primitive, name, (x_q, x_scale, *rest), options, tuple(products), bits)
+
+
+def _relative_error(x: Tensor, results: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     """Frobenius norm of the error of ``quantize`` over that of its operand."""
-    (x,), (codes, scale) = operands, results
+    codes, scale = results[:2]
+    if options.get("mask") is not None:
+        x = reference.masked_grad(x, options["mask"], options["factor"])
     per_block = scale.dim() == 2
-    scale = scale.repeat_interleave(block_size, dim=1)[:, : x.shape[1]] if per_block else scale[:, None]
+    scale = scale.repeat_interleave(options["block_size"], dim=1)[:, : x.shape[1]] if per_block else scale[:, None]
     return (codes.float() * scale - x.float()).norm() / x.float().norm().clamp_min(1e-30)
 
 

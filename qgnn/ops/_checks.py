@@ -31,21 +31,25 @@ MAX_TERMS = 1 << 17  # of an int32 sum of products of codes: 2^17 * 127^2 < 2^31
 _INDEX_TYPES = (torch.int32, torch.int64)
 _FLOAT_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INDICES = ("indptr", "index", "indptr_t", "index_t", "order_t", "arg")
+_BYTES = {"packed": "'blocks_pack'", "mask": "the forward pass"}
 _SCALES = {"x": "x_scale", "x_target": "target_scale", "x_source": "source_scale", "hidden": "hidden_scale"}
 
 
 @dataclass(frozen=True)
 class _Dimension:
-    """A size of a shape: ``times`` that of a letter plus ``more``, or just ``more``."""
+    """A size of a shape: ``times`` that of a letter plus ``more``, the bytes of so many ``bits``, or just ``more``."""
 
     letter: str | None
     times: str | None = None
     more: int = 0
+    bits: bool = False
 
     @staticmethod
     def parse(text: str) -> _Dimension:
         if text.isdigit():
             return _Dimension(None, more=int(text))
+        if text.endswith("/8"):
+            return _Dimension(text.removesuffix("/8"), bits=True)
         times, _, letter = text.removesuffix("+1").rpartition("*")
         return _Dimension(letter, times or None, int(text.endswith("+1")))
 
@@ -53,6 +57,8 @@ class _Dimension:
         """Whether ``size`` is right; a new letter gets its part of it."""
         if self.letter is None:
             return _may_hold(size == self.more)
+        if self.bits:
+            return _may_hold(size == (sizes[self.letter] + 7) // 8)
         if self.more:
             size = size - self.more
             if not _may_hold(size >= 0):
@@ -76,14 +82,15 @@ class Signature:
 
     Args:
         shapes: Of each tensor, as ``"S F"``: a letter is the same size everywhere, ``E`` the number of edges. ``"S|1"``
-            is one of several shapes, ``"T+1"`` one more than ``T``, ``"H*D"`` a multiple of ``H``. Earlier arguments
-            fix the letters, so an error names the later one.
+            is one of several shapes, ``"T+1"`` one more than ``T``, ``"H*D"`` a multiple of ``H``, ``"F/8"`` the bytes
+            of ``F`` bits. Earlier arguments fix the letters, so an error names the later one.
         sizes: Integer arguments that fix a letter.
         choices: The values that an argument can have.
         pointers: Tensors that rise from 0 to ``E``.
         indices: Tensors whose entries count from 0 to the size of a letter; those of ``arg`` may be -1, for nothing.
         int32_sums: Letters that products of codes are summed over in int32.
         required: Tensors that cannot be left out.
+        shares: Letters whose size is a multiple of another's, if that is there: ``{"F": "H"}``, columns of heads.
     """
 
     shapes: Mapping[str, str] = field(default_factory=dict)
@@ -93,6 +100,7 @@ class Signature:
     indices: Mapping[str, str] = field(default_factory=dict)
     int32_sums: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
+    shares: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def _dimensions(self) -> dict[str, list[list[_Dimension]]]:
@@ -121,6 +129,12 @@ class Signature:
         for name, shapes in self._dimensions.items():
             if name in tensors:
                 self._check_shape(owner, name, tensors[name], shapes, sizes)
+        for letter, parts in self.shares.items():
+            if parts in sizes and not _may_hold(sizes[letter] % sizes[parts] == 0 if sizes[parts] else False):
+                raise ValueError(
+                    f"'{owner}' expects {letter} to be a multiple of {parts} (got {letter} = {sizes[letter]}, "
+                    f"{parts} = {sizes[parts]})"
+                )
         for letter in self.int32_sums:
             if letter in sizes and not _may_hold(sizes[letter] <= MAX_TERMS):
                 raise ValueError(
@@ -168,15 +182,17 @@ def _check_type(owner: str, name: str, t: Tensor, arguments: Mapping[str, Any]) 
     if name in _INDICES:
         if t.dtype not in _INDEX_TYPES:
             raise TypeError(f"'{owner}' expects '{name}' in torch.int32 or torch.int64 (got {t.dtype})")
-    elif name == "seed":
+    elif name in ("seed", "dropout_seed"):
         if t.dtype != torch.int64 or tuple(t.shape) != (1,):
             raise ValueError(
-                f"'{owner}' expects 'seed' as one torch.int64, of shape [1] (got {t.dtype} of shape {list(t.shape)}); "
-                f"make it with 'qgnn.rng.make_seed'"
+                f"'{owner}' expects '{name}' as one torch.int64, of shape [1] (got {t.dtype} of shape "
+                f"{list(t.shape)}); make it with 'qgnn.rng.make_seed'"
             )
-    elif name == "packed":
+    elif name in _BYTES:
         if t.dtype != torch.uint8:
-            raise TypeError(f"'{owner}' expects 'packed' in torch.uint8, as 'blocks_pack' made it (got {t.dtype})")
+            raise TypeError(f"'{owner}' expects '{name}' in torch.uint8, as {_BYTES[name]} made it (got {t.dtype})")
+        if name == "mask" and not t.is_contiguous():
+            raise ValueError(f"'{owner}' expects 'mask' to be contiguous, as {_BYTES[name]} made it")
     elif name in _SCALES and arguments.get(_SCALES[name]) is not None:
         if t.dtype != torch.int8:
             raise TypeError(f"'{owner}' expects '{name}' as int8 codes, since it has a scale (got {t.dtype})")

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from qgnn.ops import _activation
 from qgnn.ops._backends import (
-    STREAM_GRAD,
     STREAM_GRAD_HIDDEN,
     STREAM_HIDDEN,
     STREAM_INPUT,
@@ -23,9 +23,10 @@ from qgnn.ops._backends import (
 )
 from qgnn.ops._checks import CSC, CSR, GRANULARITIES, INT8_BITS, Signature
 from qgnn.ops.matmul import (
-    bias_grad,
+    fake_db,
     fake_kept,
     input_grad,
+    quantize_gradient,
     quantize_operand,
     quantize_weight,
     saved_input,
@@ -72,13 +73,25 @@ def _graph_linear(
     granularity: str,
     keep_codes: bool,
     keep_hidden: bool,
+    relu: bool,
+    threshold: int,
+    dropout_seed: Tensor | None,
+    keep_mask: bool,
 ) -> tuple[Tensor, ...]:
-    x_q, given_scale = x, x_scale
-    if x_scale is None:
-        x_q, x_scale = quantize_operand(backend, x, seed, bits, granularity, STREAM_INPUT, "forward")
+    T, M = indptr.shape[0] - 1, weight.shape[0]
+    activation = _activation.make_activation("graph_linear", x, T, M, relu, threshold, dropout_seed, keep_mask)
+    made_codes = keep_codes and x_scale is None
     w_q, w_scale = quantize_weight(backend, weight, seed, bits, STREAM_WEIGHT, "forward")
-    operands = (x_q, x_scale, w_q, w_scale)
-    h_q, h_scale = _requantized(backend, "matmul", "forward", operands, seed, bits, granularity, STREAM_HIDDEN)
+    if x_scale is None and granularity == "row":
+        options: dict[str, Any] = {"bits": bits, "seed": seed, "stream": STREAM_INPUT, "hidden_stream": STREAM_HIDDEN}
+        made = backend.call("quantize_matmul_requantize", "matmul.forward", x, w_q, w_scale, **options)
+        h_q, h_scale, x_q, x_scale = made
+    else:
+        x_q = x
+        if x_scale is None:
+            x_q, x_scale = quantize_operand(backend, x, seed, bits, granularity, STREAM_INPUT, "forward")
+        operands = (x_q, x_scale, w_q, w_scale)
+        h_q, h_scale = _requantized(backend, "matmul", "forward", operands, seed, bits, granularity, STREAM_HIDDEN)
     out = backend.call(
         "spmm",
         "spmm.forward",
@@ -91,11 +104,11 @@ def _graph_linear(
         row_factor=row_factor,
         bias=bias,
         out_dtype=x.dtype if x.is_floating_point() else weight.dtype,
+        activation=activation,
     )
-    made_codes = keep_codes and given_scale is None
     kept_x = (x_q, x_scale) if made_codes else (None, None)
     kept_hidden = (h_q, h_scale) if keep_hidden else (None, None)
-    return fresh(x, (out, *kept_x, *kept_hidden))
+    return fresh(x, (out, *kept_x, *kept_hidden, None if activation is None else activation.mask))
 
 
 def _fake_graph_linear(
@@ -116,11 +129,17 @@ def _fake_graph_linear(
     granularity: str,
     keep_codes: bool,
     keep_hidden: bool,
+    relu: bool,
+    threshold: int,
+    dropout_seed: Tensor | None,
+    keep_mask: bool,
 ) -> tuple[Tensor, ...]:
     out_dtype = x.dtype if x.is_floating_point() else weight.dtype
     out = x.new_empty((indptr.shape[0] - 1, weight.shape[0]), dtype=out_dtype)
     hidden = x.new_empty((x.shape[0], weight.shape[0]))
-    return (out, *fake_kept(x, x_scale, granularity, keep_codes), *fake_kept(hidden, None, granularity, keep_hidden))
+    mask = _activation.fake_mask(x, indptr.shape[0] - 1, weight.shape[0], relu, threshold, keep_mask)
+    kept_x, kept_hidden = (x, x_scale, granularity, keep_codes), (hidden, None, granularity, keep_hidden)
+    return (out, *fake_kept(*kept_x), *fake_kept(*kept_hidden), mask)
 
 
 graph_linear = define(
@@ -128,17 +147,19 @@ graph_linear = define(
     _graph_linear,
     "(Tensor x, Tensor? x_scale, Tensor weight, Tensor? bias, Tensor? edge_weight, Tensor? edge_weight_t,"
     " Tensor? row_factor, Tensor indptr, Tensor index, Tensor indptr_t, Tensor index_t, Tensor order_t, Tensor? seed,"
-    " int bits, str granularity, bool keep_codes, bool keep_hidden) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f" int bits, str granularity, bool keep_codes, bool keep_hidden, {_activation.SCHEMA})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_graph_linear,
     Signature(
         {
             **{"x": "S K", **CSR, "x_scale": "S|1", "weight": "M K", "bias": "M"},
-            **{"edge_weight": "E", "edge_weight_t": "E", "row_factor": "T"},
+            **{"edge_weight": "E|E H", "edge_weight_t": "E|E H", "row_factor": "T"},
         },
-        choices={"bits": INT8_BITS, "granularity": GRANULARITIES},
+        choices={"bits": INT8_BITS, "granularity": GRANULARITIES, **_activation.CHOICES},
         pointers=("indptr",),
         indices={"index": "S"},
         int32_sums=("K",),
+        shares={"M": "H"},
     ),
 )
 
@@ -146,6 +167,7 @@ graph_linear = define(
 def _graph_linear_backward(
     backend: Backend,
     grad: Tensor,
+    mask: Tensor | None,
     x: Tensor | None,
     x_scale: Tensor | None,
     weight: Tensor,
@@ -162,11 +184,13 @@ def _graph_linear_backward(
     seed: Tensor | None,
     bits: int,
     granularity: str,
+    threshold: int,
     needs_dx: bool,
     needs_dw: bool,
     needs_dedge: bool,
+    needs_db: bool,
 ) -> tuple[Tensor, ...]:
-    g_q, g_scale = quantize_operand(backend, grad, seed, bits, granularity, STREAM_GRAD, "backward")
+    g_q, g_scale, db = quantize_gradient(backend, grad, mask, threshold, seed, bits, granularity, needs_db)
     folded_scale = fold_row_factor(g_scale, row_factor)
     dx = dw = dedge = None
     if needs_dx or needs_dw:
@@ -188,12 +212,13 @@ def _graph_linear_backward(
             dw = weight_grad(backend, dh_q, dh_scale, x, x_scale, bits).to(weight.dtype)
     if needs_dedge and hidden is not None and edge_weight is not None:
         target, source = (g_q, folded_scale), (hidden, hidden_scale)
-        dedge = edge_weight_grad(backend, indptr, index, target, source, bits).to(edge_weight.dtype)
-    return fresh(grad, (dx, dw, dedge))
+        dedge = edge_weight_grad(backend, indptr, index, target, source, bits, edge_weight)
+    return fresh(grad, (dx, dw, dedge, db))
 
 
 def _fake_graph_linear_backward(
     grad: Tensor,
+    mask: Tensor | None,
     x: Tensor | None,
     x_scale: Tensor | None,
     weight: Tensor,
@@ -210,67 +235,74 @@ def _fake_graph_linear_backward(
     seed: Tensor | None,
     bits: int,
     granularity: str,
+    threshold: int,
     needs_dx: bool,
     needs_dw: bool,
     needs_dedge: bool,
+    needs_db: bool,
 ) -> tuple[Tensor, ...]:
     dx = grad.new_empty((indptr_t.shape[0] - 1, weight.shape[1])) if needs_dx else grad.new_empty(0)
     dw = weight.new_empty(weight.shape) if needs_dw else grad.new_empty(0)
     dedge = grad.new_empty(0)
     if needs_dedge and edge_weight is not None:
         dedge = edge_weight.new_empty(edge_weight.shape)
-    return dx, dw, dedge
+    return dx, dw, dedge, fake_db(grad, needs_db)
 
 
 graph_linear_backward = define(
     "graph_linear_backward",
     _graph_linear_backward,
-    "(Tensor grad, Tensor? x, Tensor? x_scale, Tensor weight, Tensor? hidden, Tensor? hidden_scale,"
+    "(Tensor grad, Tensor? mask, Tensor? x, Tensor? x_scale, Tensor weight, Tensor? hidden, Tensor? hidden_scale,"
     " Tensor? edge_weight, Tensor? edge_weight_t, Tensor? row_factor, Tensor indptr, Tensor index, Tensor indptr_t,"
-    " Tensor index_t, Tensor order_t, Tensor? seed, int bits, str granularity, bool needs_dx, bool needs_dw,"
-    " bool needs_dedge) -> (Tensor, Tensor, Tensor)",
+    " Tensor index_t, Tensor order_t, Tensor? seed, int bits, str granularity, int threshold, bool needs_dx,"
+    " bool needs_dw, bool needs_dedge, bool needs_db) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_graph_linear_backward,
     Signature(
         {
-            **{"grad": "T M", "weight": "M K", **CSR, **CSC, "x": "S K", "x_scale": "S|1", "hidden": "S M"},
-            **{"hidden_scale": "S|1", "edge_weight": "E", "edge_weight_t": "E", "row_factor": "T"},
+            **{"grad": "T M", "weight": "M K", **CSR, **CSC, "x": "S K", "x_scale": "S|1", "mask": "T M/8"},
+            **{"hidden": "S M", "hidden_scale": "S|1"},
+            **{"edge_weight": "E|E H", "edge_weight_t": "E|E H", "row_factor": "T"},
         },
-        choices={"bits": INT8_BITS, "granularity": GRANULARITIES},
+        choices={"bits": INT8_BITS, "granularity": GRANULARITIES, **_activation.CHOICES},
         pointers=("indptr", "indptr_t"),
         indices={"index": "S", "index_t": "T", "order_t": "E"},
         int32_sums=("M",),
+        shares={"M": "H"},
     ),
 )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, weight, bias, edge_weight, edge_weight_t, row_factor, *graph, seed, bits, granularity, keep_codes, _ = inputs
-    _, x_q, codes_scale, hidden, hidden_scale = output
-    ctx.mark_non_differentiable(x_q, codes_scale, hidden, hidden_scale)
+    _, _, weight, bias, edge_weight, edge_weight_t, row_factor, *rest = inputs
+    *graph, seed, bits, granularity, keep_codes, _, relu, threshold, _, keep_mask = rest
+    _, x_q, codes_scale, hidden, hidden_scale, mask = output
+    _activation.check_mask_kept("graph_linear", relu, threshold, keep_mask)
+    ctx.mark_non_differentiable(x_q, codes_scale, hidden, hidden_scale, mask)
     ctx.set_materialize_grads(False)
     kept_x = saved_input(inputs, x_q, codes_scale, keep_codes) if weight.requires_grad else (None, None)
     learns_edges = edge_weight is not None and edge_weight.requires_grad
     kept_hidden = (hidden, hidden_scale) if learns_edges else (None, None)
-    ctx.save_for_backward(*kept_x, weight, *kept_hidden, edge_weight, edge_weight_t, row_factor, *graph, seed)
-    ctx.options = (bits, granularity)
+    kept_mask = mask if relu or threshold else None
+    ctx.save_for_backward(
+        kept_mask, *kept_x, weight, *kept_hidden, edge_weight, edge_weight_t, row_factor, *graph, seed
+    )
+    ctx.options = (bits, granularity, threshold)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * 17
-    needs_dx, _, needs_dw, needs_bias, needs_dedge = ctx.needs_input_grad[:5]
-    dx = dw = dedge = None
-    if needs_dx or needs_dw or needs_dedge:
-        needs = (needs_dx, needs_dw, needs_dedge)
-        dx, dw, dedge = graph_linear_backward(grad, *ctx.saved_tensors, *ctx.options, *needs)
+        return (None,) * 21
+    needs_dx, _, needs_dw, needs_db, needs_dedge = ctx.needs_input_grad[:5]
+    needs = (needs_dx, needs_dw, needs_dedge, needs_db)
+    dx, dw, dedge, db = graph_linear_backward(grad, *ctx.saved_tensors, *ctx.options, *needs)
     return (
         dx if needs_dx else None,
         None,
         dw if needs_dw else None,
-        bias_grad(grad, ctx.bias_dtype) if needs_bias else None,
+        db.to(ctx.bias_dtype) if needs_db else None,
         dedge if needs_dedge else None,
-        *(None,) * 12,
+        *(None,) * 16,
     )
 
 

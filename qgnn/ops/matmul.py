@@ -1,7 +1,8 @@
 """``qgnn::matmul``: the quantized dense product ``y = x w^T + bias`` with both gradients.
 
 Forward, operands and both gradients are int8; sums are int32 (``dw``: fp32, since it contracts over rows of different
-scale); scales, bias and the results are floating point. Gradients are quantized with a scale of their own.
+scale); scales, bias and the results are floating point. Gradients are quantized with a scale of their own. ReLU and
+dropout may follow in the product's epilogue; what is kept of them is one bit an element.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from qgnn import trace
+from qgnn.activation import keep_factor
+from qgnn.ops import _activation
 from qgnn.ops._backends import (
     STREAM_GRAD,
     STREAM_INPUT,
@@ -57,10 +60,38 @@ def weight_grad(backend: Backend, g_q: Tensor, g_scale: Tensor, x: Tensor, x_sca
     return dw
 
 
-def bias_grad(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Column sums of the output's gradient, in fp32 at least."""
-    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-    return grad.sum(0, dtype=wide).to(dtype)
+def quantize_gradient(
+    backend: Backend,
+    grad: Tensor,
+    mask: Tensor | None,
+    threshold: int,
+    seed: Tensor | None,
+    bits: int,
+    granularity: str,
+    sum_columns: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes and scale of the gradient in front of an activation, and its column sums: one read of the gradient."""
+    if mask is None and not sum_columns:
+        return (*quantize_operand(backend, grad, seed, bits, granularity, STREAM_GRAD, "backward"), None)
+    return backend.call(
+        "quantize_grad",
+        "quantize.backward",
+        grad,
+        bits=bits,
+        granularity=granularity,
+        seed=seed,
+        stream=STREAM_GRAD,
+        mask=mask,
+        factor=keep_factor(threshold),
+        sum_columns=sum_columns,
+    )
+
+
+def masked_gradient(backend: Backend, grad: Tensor, mask: Tensor | None, threshold: int) -> Tensor:
+    """The gradient in front of an activation, in its own type."""
+    if mask is None:
+        return grad
+    return backend.call("masked_grad", "masked_grad.backward", grad, mask, factor=keep_factor(threshold))
 
 
 def _matmul(
@@ -73,15 +104,27 @@ def _matmul(
     bits: int,
     granularity: str,
     keep_codes: bool,
+    relu: bool,
+    threshold: int,
+    dropout_seed: Tensor | None,
+    keep_mask: bool,
 ) -> tuple[Tensor, ...]:
-    x_q, given_scale = x, x_scale
-    if x_scale is None:
-        x_q, x_scale = quantize_operand(backend, x, seed, bits, granularity, STREAM_INPUT, "forward")
-    w_q, w_scale = quantize_weight(backend, weight, seed, bits, STREAM_WEIGHT, "forward")
+    N, M = x.shape[0], weight.shape[0]
+    activation = _activation.make_activation("matmul", x, N, M, relu, threshold, dropout_seed, keep_mask)
     out_dtype = x.dtype if x.is_floating_point() else weight.dtype
-    y = backend.call("matmul", "matmul.forward", x_q, x_scale, w_q, w_scale, bias, bits=bits, out_dtype=out_dtype)
-    made_codes = keep_codes and given_scale is None
-    return fresh(x, (y, x_q if made_codes else None, x_scale if made_codes else None))
+    options: dict[str, Any] = {"bits": bits, "out_dtype": out_dtype, "activation": activation}
+    w_q, w_scale = quantize_weight(backend, weight, seed, bits, STREAM_WEIGHT, "forward")
+    made_codes = keep_codes and x_scale is None
+    if x_scale is None and granularity == "row":
+        options |= {"seed": seed, "stream": STREAM_INPUT}
+        y, x_q, x_scale = backend.call("quantize_matmul", "matmul.forward", x, w_q, w_scale, bias, **options)
+    else:
+        x_q = x
+        if x_scale is None:
+            x_q, x_scale = quantize_operand(backend, x, seed, bits, granularity, STREAM_INPUT, "forward")
+        y = backend.call("matmul", "matmul.forward", x_q, x_scale, w_q, w_scale, bias, **options)
+    mask = None if activation is None else activation.mask
+    return fresh(x, (y, x_q if made_codes else None, x_scale if made_codes else None, mask))
 
 
 def fake_kept(x: Tensor, x_scale: Tensor | None, granularity: str, keep_codes: bool) -> tuple[Tensor, Tensor]:
@@ -101,21 +144,26 @@ def _fake_matmul(
     bits: int,
     granularity: str,
     keep_codes: bool,
+    relu: bool,
+    threshold: int,
+    dropout_seed: Tensor | None,
+    keep_mask: bool,
 ) -> tuple[Tensor, ...]:
     out_dtype = x.dtype if x.is_floating_point() else weight.dtype
     y = x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
-    return (y, *fake_kept(x, x_scale, granularity, keep_codes))
+    mask = _activation.fake_mask(x, x.shape[0], weight.shape[0], relu, threshold, keep_mask)
+    return (y, *fake_kept(x, x_scale, granularity, keep_codes), mask)
 
 
 matmul = define(
     "matmul",
     _matmul,
-    "(Tensor x, Tensor? x_scale, Tensor weight, Tensor? bias, Tensor? seed, int bits, str granularity, bool keep_codes)"
-    " -> (Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor? x_scale, Tensor weight, Tensor? bias, Tensor? seed, int bits, str granularity, bool keep_codes,"
+    f" {_activation.SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_matmul,
     Signature(
         {"x": "N K", "x_scale": "N|1", "weight": "M K", "bias": "M"},
-        choices={"bits": INT8_BITS, "granularity": GRANULARITIES},
+        choices={"bits": INT8_BITS, "granularity": GRANULARITIES, **_activation.CHOICES},
         int32_sums=("K",),
     ),
 )
@@ -124,48 +172,60 @@ matmul = define(
 def _matmul_backward(
     backend: Backend,
     grad: Tensor,
+    mask: Tensor | None,
     x: Tensor | None,
     x_scale: Tensor | None,
     weight: Tensor,
     seed: Tensor | None,
     bits: int,
     granularity: str,
+    threshold: int,
     needs_dx: bool,
     needs_dw: bool,
+    needs_db: bool,
 ) -> tuple[Tensor, ...]:
-    g_q, g_scale = quantize_operand(backend, grad, seed, bits, granularity, STREAM_GRAD, "backward")
+    g_q, g_scale, db = quantize_gradient(backend, grad, mask, threshold, seed, bits, granularity, needs_db)
     dx = input_grad(backend, g_q, g_scale, weight, seed, bits, grad.dtype) if needs_dx else None
     dw = None
     if needs_dw and x is not None:
         dw = weight_grad(backend, g_q, g_scale, x, x_scale, bits).to(weight.dtype)
-    return fresh(grad, (dx, dw))
+    return fresh(grad, (dx, dw, db))
+
+
+def fake_db(grad: Tensor, needs_db: bool) -> Tensor:
+    """Shape and type of the gradient of a bias before it gets the bias' type."""
+    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    return grad.new_empty(grad.shape[1], dtype=wide) if needs_db else grad.new_empty(0)
 
 
 def _fake_matmul_backward(
     grad: Tensor,
+    mask: Tensor | None,
     x: Tensor | None,
     x_scale: Tensor | None,
     weight: Tensor,
     seed: Tensor | None,
     bits: int,
     granularity: str,
+    threshold: int,
     needs_dx: bool,
     needs_dw: bool,
+    needs_db: bool,
 ) -> tuple[Tensor, ...]:
     dx = grad.new_empty((grad.shape[0], weight.shape[1])) if needs_dx else grad.new_empty(0)
     dw = weight.new_empty(weight.shape) if needs_dw else grad.new_empty(0)
-    return dx, dw
+    return dx, dw, fake_db(grad, needs_db)
 
 
 matmul_backward = define(
     "matmul_backward",
     _matmul_backward,
-    "(Tensor grad, Tensor? x, Tensor? x_scale, Tensor weight, Tensor? seed, int bits, str granularity, bool needs_dx,"
-    " bool needs_dw) -> (Tensor, Tensor)",
+    "(Tensor grad, Tensor? mask, Tensor? x, Tensor? x_scale, Tensor weight, Tensor? seed, int bits, str granularity,"
+    " int threshold, bool needs_dx, bool needs_dw, bool needs_db) -> (Tensor, Tensor, Tensor)",
     _fake_matmul_backward,
     Signature(
-        {"grad": "N M", "weight": "M K", "x": "N K", "x_scale": "N|1"},
-        choices={"bits": INT8_BITS, "granularity": GRANULARITIES},
+        {"grad": "N M", "weight": "M K", "x": "N K", "x_scale": "N|1", "mask": "N M/8"},
+        choices={"bits": INT8_BITS, "granularity": GRANULARITIES, **_activation.CHOICES},
         int32_sums=("M",),
     ),
 )
@@ -178,26 +238,30 @@ def saved_input(inputs: tuple[Any, ...], x_q: Tensor, codes_scale: Tensor, keep_
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, weight, bias, seed, bits, granularity, keep_codes = inputs
-    _, x_q, codes_scale = output
-    ctx.mark_non_differentiable(x_q, codes_scale)
+    _, _, weight, bias, seed, bits, granularity, keep_codes, relu, threshold, _, keep_mask = inputs
+    _, x_q, codes_scale, mask = output
+    _activation.check_mask_kept("matmul", relu, threshold, keep_mask)
+    ctx.mark_non_differentiable(x_q, codes_scale, mask)
     ctx.set_materialize_grads(False)
     x, x_scale = saved_input(inputs, x_q, codes_scale, keep_codes)
-    ctx.save_for_backward(x if weight.requires_grad else None, x_scale, weight, seed)
-    ctx.options = (bits, granularity)
+    kept_mask = mask if relu or threshold else None
+    ctx.save_for_backward(kept_mask, x if weight.requires_grad else None, x_scale, weight, seed)
+    ctx.options = (bits, granularity, threshold)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * 8
-    x, x_scale, weight, seed = ctx.saved_tensors
-    needs_dx, _, needs_dw, needs_bias = ctx.needs_input_grad[:4]
-    dx = dw = None
-    if needs_dx or needs_dw:
-        dx, dw = matmul_backward(grad, x, x_scale, weight, seed, *ctx.options, needs_dx, needs_dw)
-    db = bias_grad(grad, ctx.bias_dtype) if needs_bias else None
-    return dx if needs_dx else None, None, dw if needs_dw else None, db, None, None, None, None
+        return (None,) * 12
+    needs_dx, _, needs_dw, needs_db = ctx.needs_input_grad[:4]
+    dx, dw, db = matmul_backward(grad, *ctx.saved_tensors, *ctx.options, needs_dx, needs_dw, needs_db)
+    return (
+        dx if needs_dx else None,
+        None,
+        dw if needs_dw else None,
+        db.to(ctx.bias_dtype) if needs_db else None,
+        *(None,) * 8,
+    )
 
 
 matmul.register_autograd(_backward, setup_context=_setup_context)

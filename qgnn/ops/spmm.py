@@ -13,13 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgnn.ops._backends import STREAM_GRAD, STREAM_INPUT, Backend, define, fresh
+from qgnn.ops import _activation
+from qgnn.ops._backends import STREAM_INPUT, Backend, define, fresh
 from qgnn.ops._checks import CSC, CSR, GRANULARITIES, INT8_OR_FULL, Signature
-from qgnn.ops.matmul import bias_grad, fake_kept, quantize_operand
+from qgnn.ops.matmul import fake_db, fake_kept, masked_gradient, quantize_gradient, quantize_operand
+from qgnn.reference._common import compute_dtype
 
 
 def transposed_weight(weight: Tensor | None, weight_t: Tensor | None, order_t: Tensor) -> Tensor | None:
     """Edge weights in the order of the transposed graph: the given ones, or ``weight`` permuted."""
+    if weight_t is not None and weight is not None and weight_t.shape != weight.shape:
+        raise ValueError(
+            f"'qgnn::spmm' expects 'weight_t' of the shape of 'weight', {list(weight.shape)} (got "
+            f"{list(weight_t.shape)})"
+        )
     if weight is None or weight_t is not None:
         return weight_t
     return weight.index_select(0, order_t)
@@ -39,15 +46,19 @@ def edge_weight_grad(
     rows_target: tuple[Tensor, Tensor | None],
     rows_source: tuple[Tensor, Tensor | None],
     bits: int,
+    weight: Tensor,
 ) -> Tensor:
-    """Gradient of each edge's weight: the dot product of its target's gradient row and its source's row."""
+    """Gradient of ``weight``: the dot product of each edge's target's gradient row and its source's row, by head."""
     (g, g_scale), (x, x_scale) = rows_target, rows_source
     if g.dtype == torch.int8 and x.dtype != torch.int8:  # the rows themselves were kept, not their codes
         g, x = g.float(), x.float()
     elif x.dtype == torch.int8 and g.dtype != torch.int8:  # the rows came as codes, which any float type holds exactly
         x = x.to(g.dtype)
-    scales = {"target_scale": g_scale, "source_scale": x_scale}
-    return backend.call("sddmm", "sddmm.backward", indptr, index, g, x, bits=bits or 8, **scales)
+    scales: dict[str, Any] = {"target_scale": g_scale, "source_scale": x_scale}
+    if weight.dim() == 2 and weight.shape[1] > 1:
+        scales["heads"] = weight.shape[1]
+    dweight = backend.call("sddmm", "sddmm.backward", indptr, index, g, x, bits=bits or 8, **scales)
+    return dweight.view_as(weight).to(weight.dtype)
 
 
 def _spmm(
@@ -67,7 +78,13 @@ def _spmm(
     bits: int,
     granularity: str,
     keep_codes: bool,
+    relu: bool,
+    threshold: int,
+    dropout_seed: Tensor | None,
+    keep_mask: bool,
 ) -> tuple[Tensor, ...]:
+    T, F = indptr.shape[0] - 1, x.shape[1]
+    activation = _activation.make_activation("spmm", x, T, F, relu, threshold, dropout_seed, keep_mask)
     rows, scale = x, x_scale
     if bits and x_scale is None:
         rows, scale = quantize_operand(backend, x, seed, bits, granularity, STREAM_INPUT, "forward")
@@ -83,9 +100,11 @@ def _spmm(
         row_factor=row_factor,
         bias=bias,
         out_dtype=x.dtype if x.is_floating_point() else torch.float32,
+        activation=activation,
     )
     made_codes = bits > 0 and keep_codes and x_scale is None
-    return fresh(x, (out, rows if made_codes else None, scale if made_codes else None))
+    mask = None if activation is None else activation.mask
+    return fresh(x, (out, rows if made_codes else None, scale if made_codes else None, mask))
 
 
 def _fake_spmm(
@@ -104,10 +123,15 @@ def _fake_spmm(
     bits: int,
     granularity: str,
     keep_codes: bool,
+    relu: bool,
+    threshold: int,
+    dropout_seed: Tensor | None,
+    keep_mask: bool,
 ) -> tuple[Tensor, ...]:
-    dtype = x.dtype if x.is_floating_point() else torch.float32
-    out = x.new_empty((indptr.shape[0] - 1, x.shape[1]), dtype=dtype)
-    return (out, *fake_kept(x, x_scale, granularity, bits > 0 and keep_codes))
+    T, F = indptr.shape[0] - 1, x.shape[1]
+    out = x.new_empty((T, F), dtype=x.dtype if x.is_floating_point() else torch.float32)
+    mask = _activation.fake_mask(x, T, F, relu, threshold, keep_mask)
+    return (out, *fake_kept(x, x_scale, granularity, bits > 0 and keep_codes), mask)
 
 
 spmm = define(
@@ -115,13 +139,17 @@ spmm = define(
     _spmm,
     "(Tensor x, Tensor? x_scale, Tensor? weight, Tensor? weight_t, Tensor? row_factor, Tensor? bias, Tensor indptr,"
     " Tensor index, Tensor indptr_t, Tensor index_t, Tensor order_t, Tensor? seed, int bits, str granularity,"
-    " bool keep_codes) -> (Tensor, Tensor, Tensor)",
+    f" bool keep_codes, {_activation.SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_spmm,
     Signature(
-        {"x": "S F", **CSR, "x_scale": "S|1", "weight": "E", "weight_t": "E", "row_factor": "T", "bias": "F"},
-        choices={"bits": INT8_OR_FULL, "granularity": GRANULARITIES},
+        {
+            **{"x": "S F", **CSR, "x_scale": "S|1", "weight": "E|E H", "weight_t": "E|E H"},
+            **{"row_factor": "T", "bias": "F"},
+        },
+        choices={"bits": INT8_OR_FULL, "granularity": GRANULARITIES, **_activation.CHOICES},
         pointers=("indptr",),
         indices={"index": "S"},
+        shares={"F": "H"},
     ),
 )
 
@@ -129,6 +157,7 @@ spmm = define(
 def _spmm_backward(
     backend: Backend,
     grad: Tensor,
+    mask: Tensor | None,
     x: Tensor | None,
     x_scale: Tensor | None,
     weight: Tensor | None,
@@ -142,12 +171,16 @@ def _spmm_backward(
     seed: Tensor | None,
     bits: int,
     granularity: str,
+    threshold: int,
     needs_dx: bool,
     needs_dweight: bool,
+    needs_db: bool,
 ) -> tuple[Tensor, ...]:
-    rows, scale = grad, None
     if bits:
-        rows, scale = quantize_operand(backend, grad, seed, bits, granularity, STREAM_GRAD, "backward")
+        rows, scale, db = quantize_gradient(backend, grad, mask, threshold, seed, bits, granularity, needs_db)
+    else:
+        rows, scale = masked_gradient(backend, grad, mask, threshold), None
+        db = rows.sum(0, dtype=compute_dtype(grad)) if needs_db else None
     scale = fold_row_factor(scale, row_factor)
     dx = dweight = None
     if needs_dx:
@@ -163,12 +196,13 @@ def _spmm_backward(
             out_dtype=grad.dtype,
         )
     if needs_dweight and x is not None and weight is not None:
-        dweight = edge_weight_grad(backend, indptr, index, (rows, scale), (x, x_scale), bits).to(weight.dtype)
-    return fresh(grad, (dx, dweight))
+        dweight = edge_weight_grad(backend, indptr, index, (rows, scale), (x, x_scale), bits, weight)
+    return fresh(grad, (dx, dweight, db))
 
 
 def _fake_spmm_backward(
     grad: Tensor,
+    mask: Tensor | None,
     x: Tensor | None,
     x_scale: Tensor | None,
     weight: Tensor | None,
@@ -182,52 +216,65 @@ def _fake_spmm_backward(
     seed: Tensor | None,
     bits: int,
     granularity: str,
+    threshold: int,
     needs_dx: bool,
     needs_dweight: bool,
+    needs_db: bool,
 ) -> tuple[Tensor, ...]:
     dx = grad.new_empty((indptr_t.shape[0] - 1, grad.shape[1])) if needs_dx else grad.new_empty(0)
     dweight = weight.new_empty(weight.shape) if needs_dweight and weight is not None else grad.new_empty(0)
-    return dx, dweight
+    return dx, dweight, fake_db(grad, needs_db)
 
 
 spmm_backward = define(
     "spmm_backward",
     _spmm_backward,
-    "(Tensor grad, Tensor? x, Tensor? x_scale, Tensor? weight, Tensor? weight_t, Tensor? row_factor, Tensor indptr,"
-    " Tensor index, Tensor indptr_t, Tensor index_t, Tensor order_t, Tensor? seed, int bits, str granularity,"
-    " bool needs_dx, bool needs_dweight) -> (Tensor, Tensor)",
+    "(Tensor grad, Tensor? mask, Tensor? x, Tensor? x_scale, Tensor? weight, Tensor? weight_t, Tensor? row_factor,"
+    " Tensor indptr, Tensor index, Tensor indptr_t, Tensor index_t, Tensor order_t, Tensor? seed, int bits,"
+    " str granularity, int threshold, bool needs_dx, bool needs_dweight, bool needs_db) -> (Tensor, Tensor, Tensor)",
     _fake_spmm_backward,
     Signature(
-        {"grad": "T F", **CSR, **CSC, "x": "S F", "x_scale": "S|1", "weight": "E", "weight_t": "E", "row_factor": "T"},
-        choices={"bits": INT8_OR_FULL, "granularity": GRANULARITIES},
+        {
+            **{"grad": "T F", **CSR, **CSC, "x": "S F", "x_scale": "S|1", "mask": "T F/8"},
+            **{"weight": "E|E H", "weight_t": "E|E H", "row_factor": "T"},
+        },
+        choices={"bits": INT8_OR_FULL, "granularity": GRANULARITIES, **_activation.CHOICES},
         pointers=("indptr", "indptr_t"),
         indices={"index": "S", "index_t": "T", "order_t": "E"},
+        shares={"F": "H"},
     ),
 )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, x_scale, weight, weight_t, row_factor, bias, *graph, seed, bits, granularity, keep_codes = inputs
-    rows, scale = output[1:]
-    ctx.mark_non_differentiable(rows, scale)
+    x, x_scale, weight, weight_t, row_factor, bias, *rest = inputs
+    *graph, seed, bits, granularity, keep_codes, relu, threshold, _, keep_mask = rest
+    _, rows, scale, mask = output
+    _activation.check_mask_kept("spmm", relu, threshold, keep_mask)
+    ctx.mark_non_differentiable(rows, scale, mask)
     ctx.set_materialize_grads(False)
     saved_x = saved_scale = None
     if weight is not None and weight.requires_grad:
         saved_x, saved_scale = (rows, scale) if bits and keep_codes and x_scale is None else (x, x_scale)
-    ctx.save_for_backward(saved_x, saved_scale, weight, weight_t, row_factor, *graph, seed)
-    ctx.options = (bits, granularity)
+    kept_mask = mask if relu or threshold else None
+    ctx.save_for_backward(kept_mask, saved_x, saved_scale, weight, weight_t, row_factor, *graph, seed)
+    ctx.options = (bits, granularity, threshold)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * 15
-    needs_dx, _, needs_dweight, _, _, needs_bias = ctx.needs_input_grad[:6]
-    dx = dweight = None
-    if needs_dx or needs_dweight:
-        dx, dweight = spmm_backward(grad, *ctx.saved_tensors, *ctx.options, needs_dx, needs_dweight)
-    db = bias_grad(grad, ctx.bias_dtype) if needs_bias else None
-    return (dx if needs_dx else None, None, dweight if needs_dweight else None, None, None, db, *(None,) * 9)
+        return (None,) * 19
+    needs_dx, _, needs_dweight, _, _, needs_db = ctx.needs_input_grad[:6]
+    dx, dweight, db = spmm_backward(grad, *ctx.saved_tensors, *ctx.options, needs_dx, needs_dweight, needs_db)
+    return (
+        dx if needs_dx else None,
+        None,
+        dweight if needs_dweight else None,
+        *(None, None),
+        db.to(ctx.bias_dtype) if needs_db else None,
+        *(None,) * 13,
+    )
 
 
 spmm.register_autograd(_backward, setup_context=_setup_context)

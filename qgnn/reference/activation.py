@@ -40,8 +40,10 @@ def activate(y: Tensor, activation: Activation, first_row: int = 0) -> Tensor:
     """
     passes = ~(y <= 0) if activation.relu else torch.ones_like(y, dtype=torch.bool)  # a NaN passes
     if activation.threshold:
+        R, F = y.shape
         seed = stream_seed(activation.seed, activation.stream)
-        passes &= random_bits16(first_row, *y.shape, seed) >= activation.threshold
+        assert seed is not None
+        passes &= random_bits16(first_row, R, F, seed) >= activation.threshold
     if activation.mask is not None:
         activation.mask[first_row : first_row + y.shape[0]] = _pack(passes)
     return torch.where(passes, y * activation.factor, 0)

@@ -18,6 +18,7 @@ import qgnn.ops.sddmm
 import qgnn.ops.softmax
 import qgnn.ops.spmm
 import qgnn.ops.spmm_extremum  # noqa: F401  the backward operators are registered by these
+from op_checks import PLAIN
 from qgnn import Graph, QConfig
 from qgnn.nn import QLinear
 from qgnn.ops import _checks
@@ -51,18 +52,24 @@ def arguments_of(name: str) -> dict[str, Any]:
     no_index_t = {k: v for k, v in both_orders().items() if k != "index_t"}
     rows, kept = {"x": torch.randn(S, F), "x_scale": None}, {"x": codes(S, F), "x_scale": torch.rand(S)}
     both = {"needs_dx": True, "needs_dweight": True}
+    epilogue = {"relu": True, "threshold": 9, "dropout_seed": torch.tensor([2]), "keep_mask": True}
+    behind = {"mask": torch.zeros(T, 1, dtype=torch.uint8), "threshold": 9, "needs_db": True}
     csr = {"indptr": GRAPH.csr.indptr.clone(), "index": GRAPH.csr.index.clone()}
     made: dict[str, Callable[[], dict[str, Any]]] = {
         "quantize": lambda: {"x": torch.randn(S, F), **rounding(), "block_size": 4},
         "matmul": lambda: {
             **{**rows, "weight": torch.randn(H, F), "bias": torch.randn(H)},
-            **{**rounding(), "keep_codes": True},
+            **{**rounding(), "keep_codes": True, **epilogue},
         },
         "matmul_backward": lambda: {
             **{"grad": torch.randn(S, H), **kept, "weight": torch.randn(H, F)},
-            **{**rounding(), "needs_dx": True, "needs_dw": True},
+            **{**rounding(), "needs_dx": True, "needs_dw": True, **behind},
+            "mask": torch.zeros(S, 1, dtype=torch.uint8),
         },
-        "spmm": lambda: {**rows, **weights(), "bias": torch.rand(F), **both_orders(), **rounding(), "keep_codes": True},
+        "spmm": lambda: {
+            **{**rows, **weights(), "bias": torch.rand(F), **both_orders(), **rounding(), "keep_codes": True},
+            **epilogue,
+        },
         "spmm_backward": lambda: {
             "grad": torch.randn(T, F),
             **kept,
@@ -70,6 +77,7 @@ def arguments_of(name: str) -> dict[str, Any]:
             **both_orders(),
             **rounding(),
             **both,
+            **behind,
         },
         "spmm_extremum": lambda: {
             **{**rows, "weight": torch.rand(E), **csr},
@@ -93,12 +101,12 @@ def arguments_of(name: str) -> dict[str, Any]:
         },
         "graph_linear": lambda: {
             **{**rows, "weight": torch.randn(H, F), "bias": torch.randn(H), **weights("edge_")},
-            **{**both_orders(), **rounding(), "keep_codes": True, "keep_hidden": True},
+            **{**both_orders(), **rounding(), "keep_codes": True, "keep_hidden": True, **epilogue},
         },
         "graph_linear_backward": lambda: {
             **{"grad": torch.randn(T, H), **kept, "weight": torch.randn(H, F), "hidden": codes(S, H)},
             **{"hidden_scale": torch.rand(S), **weights("edge_"), **both_orders(), **rounding()},
-            **{"needs_dx": True, "needs_dw": True, "needs_dedge": True},
+            **{"needs_dx": True, "needs_dw": True, "needs_dedge": True, **behind},
         },
         "blocks_pack": lambda: {
             **{"x": torch.randn(50), "seed": torch.tensor([1]), "bits": 2, "block_size": 16},
@@ -139,9 +147,12 @@ SEVEN = torch.rand(E)
 LONG_POINTERS = torch.tensor([0, 2, 3, 3, 8], dtype=torch.int32)
 FALLING_POINTERS = torch.tensor([0, 5, 3, 3, 7], dtype=torch.int32)
 BAD = [
-    ("spmm", ValueError, {"weight": torch.rand(E - 1)}, "'weight' of shape [E] with E = 7 (got [6])"),
-    ("spmm", ValueError, {"weight": torch.rand(E, 1)}, "'weight' of shape [E] with E = 7 (got [7, 1])"),
-    ("spmm", ValueError, {"weight_t": torch.rand(E + 1)}, "'weight_t' of shape [E] with E = 7 (got [8])"),
+    ("spmm", ValueError, {"weight": torch.rand(E - 1)}, "'weight' of shape [E] or [E, H] with E = 7 (got [6])"),
+    ("spmm", ValueError, {"weight": torch.rand(E, 4), "weight_t": None}, "F to be a multiple of H (got F = 6, H = 4)"),
+    ("spmm", ValueError, {"weight": torch.rand(E, 0), "weight_t": None}, "F to be a multiple of H (got F = 6, H = 0)"),
+    ("spmm", ValueError, {"weight_t": torch.rand(E + 1)}, "'weight_t' of shape [E] or [E, H] with E = 7 (got [8])"),
+    ("spmm", ValueError, {"threshold": 65537}, "'threshold' to be from 0 to 65536 (got 65537)"),
+    ("spmm", ValueError, {"dropout_seed": torch.tensor(1)}, "'dropout_seed' as one torch.int64, of shape [1]"),
     ("spmm", ValueError, {"row_factor": torch.rand(T - 1)}, "'row_factor' of shape [T] with T = 4 (got [3])"),
     ("spmm", ValueError, {"bias": torch.rand(F - 1)}, "'bias' of shape [F] with F = 6 (got [5])"),
     ("spmm", ValueError, {"x": torch.randn(S)}, "'x' of shape [S, F] (got [5])"),
@@ -168,6 +179,8 @@ BAD = [
     ("spmm_backward", ValueError, {"indptr_t": LONG_POINTERS}, "'x' of shape [S, F] with F = 6, S = 4 (got [5, 6])"),
     ("spmm_backward", ValueError, {"index_t": GRAPH.csc.index + 1}, "'index_t' from 0 to 3 (got 4)"),
     ("spmm_backward", ValueError, {"order_t": GRAPH.csc.order - 1}, "'order_t' from 0 to 6 (got -1)"),
+    ("spmm_backward", ValueError, {"mask": torch.zeros(T, 2).byte()}, "'mask' of shape [T, F/8] with F = 6, T = 4"),
+    ("spmm_backward", TypeError, {"mask": torch.zeros(T, 1)}, "'mask' in torch.uint8, as the forward pass made it"),
     ("spmm_extremum", ValueError, {"weight": torch.rand(E + 1)}, "'weight' of shape [E] with E = 7"),
     (
         "spmm_extremum_backward",
@@ -205,7 +218,7 @@ BAD = [
         {"grad": torch.randn(S, H - 1)},
         "'weight' of shape [M, K] with M = 2 (got [3, 6])",
     ),
-    ("graph_linear", ValueError, {"edge_weight": torch.rand(E - 1)}, "'edge_weight' of shape [E] with E = 7 (got [6])"),
+    ("graph_linear", ValueError, {"edge_weight": torch.rand(E - 1)}, "'edge_weight' of shape [E] or [E, H] with E = 7"),
     ("graph_linear_backward", ValueError, {"hidden": codes(S, F)}, "'hidden' of shape [S, M] with M = 3, S = 5"),
     ("quantize", ValueError, {"granularity": "rwo"}, "one of ('row', 'tensor', 'block') (got 'rwo')"),
     ("quantize", ValueError, {"bits": 16}, "'bits' to be from 2 to 8 (got 16)"),
@@ -237,7 +250,7 @@ def test_integer_sums_are_limited_to_what_int32_holds() -> None:
         with pytest.raises(ValueError, match=rf"'qgnn::{name}' sums at most 131072 products .*K = 131073"):
             getattr(torch.ops.qgnn, name)(**on_meta(arguments_of(name) | wide))
     widest = {"x": torch.ones(1, _checks.MAX_TERMS), "weight": torch.ones(1, _checks.MAX_TERMS), "bias": None}
-    y, *_ = call("matmul", **widest, seed=None)
+    y, *_ = call("matmul", **widest, seed=None, threshold=0)
     torch.testing.assert_close(y, torch.full((1, 1), float(_checks.MAX_TERMS)))
 
 
@@ -272,7 +285,9 @@ def test_index_types_may_differ(name: str, wide: str, double: bool) -> None:
 
 @pytest.mark.parametrize("name", ["spmm", "spmm_extremum"])
 def test_rows_that_are_not_rounded_have_no_codes_to_keep(name: str) -> None:
-    assert [t.numel() for t in call(name, bits=0, keep_codes=True)[-2:]] == [0, 0]
+    results = call(name, bits=0, keep_codes=True)
+    kept = results[1:3] if name == "spmm" else results[2:]
+    assert [t.numel() for t in kept] == [0, 0]
 
 
 def test_threads_share_what_is_remembered() -> None:
@@ -305,7 +320,7 @@ def test_sizes_that_depend_on_data_compile() -> None:
     x_q, x_scale = codes(9, F), torch.rand(9)
 
     def of_some(mask: Tensor, scale_mask: Tensor) -> tuple[Tensor, Tensor]:
-        options = (w, None, None, 8, "row", False)
+        options = (w, None, None, 8, "row", False, *PLAIN)
         return layer(x[mask]), torch.ops.qgnn.matmul(x_q[mask], x_scale[scale_mask], *options)[0]
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):

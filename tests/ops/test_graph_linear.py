@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dense import CASES, adjacency_of, assert_within, degree_of, graph_of, seed_of, sum_bound
 from op_checks import (
+    PLAIN,
     assert_inputs_unchanged,
     assert_unbiased,
     gradients,
@@ -41,7 +42,7 @@ def run(
     keep_codes: bool = True,
 ) -> Tensor:
     keep_hidden = edge_weight is not None and edge_weight.requires_grad
-    options = (seed_of(seed), bits, granularity, keep_codes, keep_hidden)
+    options = (seed_of(seed), bits, granularity, keep_codes, keep_hidden, *PLAIN)
     return ops.graph_linear(x, x_scale, weight, bias, edge_weight, None, row_factor, *spmm_structure(graph), *options)[
         0
     ]
@@ -302,19 +303,20 @@ def test_graph_linear_opcheck(learned: bool, given_codes: bool, granularity: str
     x, x_scale = reference.quantize(x, granularity=granularity) if given_codes else (x.requires_grad_(), None)
     edge_weight_t = None if learned else edge_weight[graph.csc.order]
     edge_weight = edge_weight.requires_grad_(learned)
-    options = (rng.make_seed(1), 8, granularity, True, learned)
+    options = (rng.make_seed(1), 8, granularity, True, learned, *PLAIN)
     arguments = (x, x_scale, weight.requires_grad_(), bias.requires_grad_(), edge_weight, edge_weight_t)
     args = (*arguments, graph.mean_factor, *spmm_structure(graph), *options)
     opcheck(ops.graph_linear, args, compiled=granularity == "row" and not given_codes)
 
 
-@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, True)], ids=str)
-def test_graph_linear_backward_opcheck(needs: tuple[bool, bool, bool]) -> None:
+@pytest.mark.parametrize("needs", [(True,) * 4, (True, False, False, False), (False, False, True, False)], ids=str)
+def test_graph_linear_backward_opcheck(needs: tuple[bool, bool, bool, bool]) -> None:
     graph = graph_of("tall")
     x, weight, _, edge_weight = inputs(graph).values()
     kept = (*reference.quantize(x), weight, *reference.quantize(torch.randn(5, M)))
     graph_arguments = (edge_weight, None, graph.mean_factor, *spmm_structure(graph))
-    opcheck(graph_linear_backward, (torch.randn(80, M), *kept, *graph_arguments, rng.make_seed(1), 8, "row", *needs))
+    args = (torch.randn(80, M), None, *kept, *graph_arguments, rng.make_seed(1), 8, "row", 0, *needs)
+    opcheck(graph_linear_backward, args)
 
 
 def test_graph_linear_on_the_kernels(device: str) -> None:
@@ -331,11 +333,11 @@ def test_graph_linear_on_the_kernels(device: str) -> None:
         structure = [t.to(place) for t in spmm_structure(graph)]
         factor, options = graph.mean_factor.to(place), (rng.make_seed(1, place), 8, "row")
         y, *kept = _graph_linear(
-            backend, x, None, weight, bias, edge_weight, None, factor, *structure, *options, True, True
+            backend, x, None, weight, bias, edge_weight, None, factor, *structure, *options, True, True, *PLAIN
         )
-        x_q, x_scale, h_q, h_scale = kept
-        saved = (x_q, x_scale, weight, h_q, h_scale, edge_weight, None, factor, *structure)
-        back = _graph_linear_backward(backend, grad.to(place), *saved, *options, True, True, True)
+        x_q, x_scale, h_q, h_scale, _ = kept
+        saved = (None, x_q, x_scale, weight, h_q, h_scale, edge_weight, None, factor, *structure)
+        back = _graph_linear_backward(backend, grad.to(place), *saved, *options, 0, True, True, True, True)
         results.append([[t.cpu() for t in group] for group in (kept, (y,), back)])
     (kept, (y,), back), (kept_kernel, (y_kernel,), back_kernel) = results
     assert all(torch.equal(a, b) for a, b in zip(kept, kept_kernel, strict=True))

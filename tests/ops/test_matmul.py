@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dense import WIDTHS, assert_within, seed_of, sum_bound
-from op_checks import assert_inputs_unchanged, assert_unbiased, gradients, opcheck, saved_tensors, shares_memory
+from op_checks import (
+    PLAIN,
+    assert_inputs_unchanged,
+    assert_unbiased,
+    gradients,
+    opcheck,
+    saved_tensors,
+    shares_memory,
+)
 from qgnn import ops, reference, rng
 from qgnn.ops._backends import STREAM_GRAD, STREAM_INPUT, STREAM_WEIGHT, STREAM_WEIGHT_T, torch_backend, triton_backend
 from qgnn.ops.matmul import _matmul, _matmul_backward, matmul_backward
@@ -28,7 +36,7 @@ def run(
     granularity: str = "row",
     keep_codes: bool = True,
 ) -> Tensor:
-    return ops.matmul(x, x_scale, weight, bias, seed_of(seed), bits, granularity, keep_codes)[0]
+    return ops.matmul(x, x_scale, weight, bias, seed_of(seed), bits, granularity, keep_codes, *PLAIN)[0]
 
 
 def dequantized(t: Tensor, stream: int, seed: int | None, bits: int = 8, granularity: str = "row") -> Tensor:
@@ -228,15 +236,16 @@ def test_matmul_opcheck(given_codes: bool, granularity: str, keep_codes: bool) -
     else:
         x.requires_grad_()
     args = (x, x_scale, weight.requires_grad_(), bias.requires_grad_(), rng.make_seed(1), 8, granularity, keep_codes)
-    opcheck(ops.matmul, args, compiled=granularity == "row")
+    opcheck(ops.matmul, (*args, *PLAIN), compiled=granularity == "row")
 
 
-@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, False)], ids=str)
 @pytest.mark.parametrize("kept_codes", [False, True])
-def test_matmul_backward_opcheck(needs: tuple[bool, bool], kept_codes: bool) -> None:
+def test_matmul_backward_opcheck(needs: tuple[bool, bool, bool], kept_codes: bool) -> None:
     x, weight, _ = inputs().values()
     x, x_scale = reference.quantize(x) if kept_codes else (x, None)
-    opcheck(matmul_backward, (torch.randn(N, M), x, x_scale, weight, rng.make_seed(1), 8, "row", *needs))
+    kept = (None, x, x_scale, weight)
+    opcheck(matmul_backward, (torch.randn(N, M), *kept, rng.make_seed(1), 8, "row", 0, *needs))
 
 
 @pytest.mark.parametrize("granularity", ["row", "tensor"])
@@ -247,12 +256,14 @@ def test_matmul_on_the_kernels(granularity: str, device: str) -> None:
     seed, grad = rng.make_seed(1, device), torch.randn(N, M, device=device)
     results = []
     for backend, move in ((torch_backend(), torch.Tensor.cpu), (triton_backend(), lambda t: t)):
-        y, x_q, x_scale = _matmul(backend, move(x), None, move(weight), move(bias), move(seed), 8, granularity, True)
-        backward_args = (move(grad), x_q, x_scale, move(weight), move(seed), 8, granularity, True, True)
+        forward_args = (move(x), None, move(weight), move(bias), move(seed), 8, granularity, True)
+        y, x_q, x_scale, _ = _matmul(backend, *forward_args, *PLAIN)
+        backward_args = (move(grad), None, x_q, x_scale, move(weight), move(seed), 8, granularity, 0, True, True, True)
         results.append([t.cpu() for t in (y, x_q, x_scale, *_matmul_backward(backend, *backward_args))])
-    (y, *codes, dx, dw), (y_kernel, *codes_kernel, dx_kernel, dw_kernel) = results
+    (y, *codes, dx, dw, db), (y_kernel, *codes_kernel, dx_kernel, dw_kernel, db_kernel) = results
     assert all(torch.equal(a, b) for a, b in zip(codes, codes_kernel, strict=True))
     torch.testing.assert_close(y_kernel, y, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(dx_kernel, dx, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(db_kernel, db, rtol=1e-6, atol=1e-5)
     terms = grad.abs().cpu().double().t() @ x.abs().cpu().double()
     assert_within(dw_kernel, dw.double(), 2.0**-9 * terms)

@@ -43,7 +43,7 @@ def test_quantize_seeds() -> None:
 
 def test_streams_of_an_operator_are_distinct() -> None:
     streams = [value for name, value in vars(_backends).items() if name.startswith("STREAM_")]
-    assert len(streams) == 6
+    assert len(streams) == 7
     assert len(set(streams)) == 6
 
 

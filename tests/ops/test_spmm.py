@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dense import CASES, adjacency_of, assert_within, degree_of, graph_of, seed_of, sum_bound
 from op_checks import (
+    PLAIN,
     assert_inputs_unchanged,
     assert_unbiased,
     gradients,
@@ -40,7 +41,7 @@ def run(
 ) -> Tensor:
     structure = spmm_structure(graph)
     options = (seed_of(seed), bits, granularity, keep_codes and bits > 0)
-    return ops.spmm(x, None, weight, weight_t, row_factor, bias, *structure, *options)[0]
+    return ops.spmm(x, None, weight, weight_t, row_factor, bias, *structure, *options, *PLAIN)[0]
 
 
 def inputs(graph: Graph, F: int = 7, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -289,20 +290,20 @@ def test_spmm_opcheck(bits: int, learned: bool, granularity: str) -> None:
     weight = weight if learned else weight.detach()
     weight_t = None if learned else weight[graph.csc.order]
     keep_codes = learned and bits > 0
-    options = (rng.make_seed(1) if bits else None, bits, granularity, keep_codes)
+    options = (rng.make_seed(1) if bits else None, bits, granularity, keep_codes, *PLAIN)
     args = (x, None, weight, weight_t, graph.mean_factor, bias, *spmm_structure(graph), *options)
     opcheck(ops.spmm, args, compiled=granularity == "row")
     opcheck(ops.spmm, (x, None, None, None, None, None, *spmm_structure(graph), *options))
 
 
-@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, False)], ids=str)
 @pytest.mark.parametrize("bits", [0, 8])
-def test_spmm_backward_opcheck(needs: tuple[bool, bool], bits: int) -> None:
+def test_spmm_backward_opcheck(needs: tuple[bool, bool, bool], bits: int) -> None:
     graph = graph_of("tall")
     x, weight, _ = inputs(graph).values()
     x, x_scale = reference.quantize(x) if bits else (x, None)
-    args = (x, x_scale, weight, None, graph.mean_factor, *spmm_structure(graph), rng.make_seed(1), bits, "row", *needs)
-    opcheck(spmm_backward, (torch.randn(80, 7), *args))
+    args = (x, x_scale, weight, None, graph.mean_factor, *spmm_structure(graph), rng.make_seed(1), bits, "row")
+    opcheck(spmm_backward, (torch.randn(80, 7), None, *args, 0, *needs))
 
 
 @pytest.mark.parametrize("bits", [0, 8])
@@ -317,11 +318,11 @@ def test_spmm_on_the_kernels(bits: int, device: str) -> None:
         structure = [t.to(place) for t in spmm_structure(graph)]
         options = (rng.make_seed(1, place), bits, "row")
         x_there, weight_there, factor, bias_there, grad_there = moved
-        y, codes, scale = _spmm(
-            backend, x_there, None, weight_there, None, factor, bias_there, *structure, *options, bits > 0
-        )
+        rows = (x_there, None, weight_there, None, factor, bias_there)
+        y, codes, scale, _ = _spmm(backend, *rows, *structure, *options, bits > 0, *PLAIN)
         kept = (codes, scale) if bits else (x_there, None)
-        back = _spmm_backward(backend, grad_there, *kept, weight_there, None, factor, *structure, *options, True, True)
+        operands = (grad_there, None, *kept, weight_there, None, factor)
+        back = _spmm_backward(backend, *operands, *structure, *options, 0, True, True, True)
         results.append([t.cpu() for t in (codes, scale, y, *back)])
     (codes, scale, *sums), (codes_kernel, scale_kernel, *sums_kernel) = results
     assert torch.equal(codes, codes_kernel)
