@@ -158,6 +158,20 @@ class Graph:
 
         return self._once("given_order", invert)
 
+    def incidence(self, side: str) -> tuple[Tensor, Tensor, Tensor]:
+        """The matrix of which node each given edge ends (``side="target"``) or starts at (``"source"``).
+
+        Returns:
+            The CSR pointers of its rows, the numbers of their edges, and the node of each edge:
+            ``[N + 1]``, ``[E]``, ``[E]``.
+        """
+        if side == "target":
+            node = self._once("given_target", lambda: self.target.index_select(0, self.given_order))
+            return self.csr.indptr, self.csr.order, node
+        order = self._once("source_order", lambda: self.csr.order.index_select(0, self.csc.order))
+        node = self._once("given_source", lambda: self.csr.index.index_select(0, self.given_order))
+        return self.csc.indptr, order, node
+
     def to_csr_order(self, edge_values: Tensor) -> Tensor:
         """Values of the given edges, in CSR order (differentiable)."""
         if torch.compiler.is_compiling() or not (edge_values.requires_grad and torch.is_grad_enabled()):

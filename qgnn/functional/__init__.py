@@ -7,13 +7,14 @@ torch's generator). Edges run from ``edge_index[0]`` (source) to ``edge_index[1]
 
 from qgnn.functional.dense import dequantize, linear, quantize
 from qgnn.functional.edges import attention_weights, edge_softmax, sddmm
-from qgnn.functional.sparse import graph_linear, spmm
+from qgnn.functional.sparse import graph_linear, incidence_sum, spmm
 
 __all__ = [
     "attention_weights",
     "dequantize",
     "edge_softmax",
     "graph_linear",
+    "incidence_sum",
     "linear",
     "quantize",
     "sddmm",

@@ -12,6 +12,7 @@ from qgnn.ops.sddmm import sddmm
 from qgnn.ops.softmax import attention_scores, softmax
 from qgnn.ops.spmm import spmm
 from qgnn.ops.spmm_extremum import spmm_extremum
+from qgnn.ops.spmm_incidence import incidence_sum
 
 __all__ = [
     "STREAM_DROPOUT",
@@ -19,6 +20,7 @@ __all__ = [
     "blocks_pack",
     "blocks_unpack",
     "graph_linear",
+    "incidence_sum",
     "matmul",
     "quantize",
     "sddmm",

@@ -30,7 +30,7 @@ MAX_TERMS = 1 << 17  # of an int32 sum of products of codes: 2^17 * 127^2 < 2^31
 
 _INDEX_TYPES = (torch.int32, torch.int64)
 _FLOAT_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_INDICES = ("indptr", "index", "indptr_t", "index_t", "order_t", "arg")
+_INDICES = ("indptr", "index", "indptr_t", "index_t", "order_t", "order", "node", "arg")
 _BYTES = {"packed": "'blocks_pack'", "mask": "the forward pass"}
 _SCALES = {"x": "x_scale", "x_target": "target_scale", "x_source": "source_scale", "hidden": "hidden_scale"}
 

@@ -17,7 +17,8 @@ import qgnn.ops.matmul
 import qgnn.ops.sddmm
 import qgnn.ops.softmax
 import qgnn.ops.spmm
-import qgnn.ops.spmm_extremum  # noqa: F401  the backward operators are registered by these
+import qgnn.ops.spmm_extremum
+import qgnn.ops.spmm_incidence  # noqa: F401  the backward operators are registered by these
 from op_checks import PLAIN
 from qgnn import Graph, QConfig
 from qgnn.nn import QLinear
@@ -108,6 +109,13 @@ def arguments_of(name: str) -> dict[str, Any]:
             **{"hidden_scale": torch.rand(S), **weights("edge_"), **both_orders(), **rounding()},
             **{"needs_dx": True, "needs_dw": True, "needs_dedge": True, **behind},
         },
+        "incidence_sum": lambda: {
+            **{"edge_x": torch.randn(E, F), "indptr": csr["indptr"], "order": GRAPH.csr.order.clone()},
+            **{"node": GRAPH.incidence("target")[2].clone(), **rounding()},
+        },
+        "incidence_sum_backward": lambda: {
+            **{"grad": torch.randn(T, F), "node": GRAPH.incidence("target")[2].clone()},
+        },
         "blocks_pack": lambda: {
             **{"x": torch.randn(50), "seed": torch.tensor([1]), "bits": 2, "block_size": 16},
             **{"metadata_dtype": torch.float32},
@@ -192,6 +200,11 @@ BAD = [
     ("spmm_extremum_backward", ValueError, {"arg": torch.zeros(T, 1).int()}, "'arg' of shape [T, F] with F = 6, T = 4"),
     ("spmm_extremum_backward", ValueError, {"arg": torch.full((T, F), E)}, "'arg' from -1 to 6 (got 7)"),
     ("spmm_extremum_backward", ValueError, {"arg": torch.full((T, F), -2)}, "'arg' from -1 to 6 (got -2)"),
+    ("incidence_sum", ValueError, {"edge_x": torch.randn(E - 1, F)}, "'order' of shape [E] with E = 6 (got [7])"),
+    ("incidence_sum", ValueError, {"order": GRAPH.csr.order + 1}, "'order' from 0 to 6 (got 7)"),
+    ("incidence_sum", ValueError, {"node": GRAPH.csr.order}, "'node' from 0 to 3 (got 6)"),
+    ("incidence_sum", TypeError, {"edge_x": codes(E, F)}, "'edge_x' in a floating-point type (got torch.int8)"),
+    ("incidence_sum_backward", ValueError, {"grad": torch.randn(2, F)}, "'node' from 0 to 1 (got 3)"),
     ("sddmm", ValueError, {"op": "mul"}, "'op' to be one of ('dot', 'add') (got 'mul')"),
     ("sddmm", ValueError, {"heads": 4}, "'x_target' of shape [T, H*D] with H = 4 (got [4, 6])"),
     ("sddmm", ValueError, {"heads": 0}, "'heads' to be at least 1 (got 0)"),

@@ -19,6 +19,7 @@ from torch import Tensor
 from graphs import GRAPHS, RECTANGULAR
 from kernel_cases import LAYOUTS, csr, random_codes, random_scales
 from prototypes import misfits, prototypes
+from qgnn.activation import Activation, mask_width
 
 WIDTHS = (1, 7, 33, 130, 1030)
 SEED = torch.tensor([-0x123456789ABCDEF])
@@ -45,6 +46,11 @@ def edge_lists() -> Iterator[tuple[Tensor, int, int]]:
     yield torch.randint(500, (2, 3000)), 500, 501
 
 
+def activations(num_rows: int, width: int) -> Iterator[Activation]:
+    for relu, threshold in ((True, 0), (False, 1 << 14), (True, 1 << 16)):
+        yield Activation(relu, threshold, SEED, 6, torch.zeros((num_rows, mask_width(width)), dtype=torch.uint8))
+
+
 def run_quantize() -> None:
     for N in (0, 1, 9, 300):
         for F in (0, *WIDTHS):
@@ -59,6 +65,10 @@ def run_quantize() -> None:
                 ):
                     quantize.quantize(x, granularity=granularity, block_size=block_size, seed=seed, stream=1)
             quantize.quantize(LAYOUTS["column_major"](x).half(), bits=3)
+            for a in activations(N, F):
+                quantize.masked_grad(x, a.mask, a.factor)
+                quantize.quantize_grad(x, mask=a.mask, factor=a.factor, seed=SEED, sum_columns=True)
+            quantize.quantize_grad(LAYOUTS["every_second_row"](x))
 
 
 def run_matmul() -> None:
@@ -68,6 +78,8 @@ def run_matmul() -> None:
             x_q = random_codes(N, K, "cpu") * (torch.rand(N, K) < density)
             w_q, x_scale, w_scale = random_codes(M, K, "cpu"), random_scales(N, "cpu"), random_scales(M, "cpu")
             matmul.matmul(x_q, x_scale, w_q, w_scale, torch.randn(M))
+            for a in activations(N, M):
+                matmul.matmul(x_q, x_scale, w_q, w_scale, activation=a)
             matmul.matmul(LAYOUTS["every_second_row"](x_q), x_scale[:1], LAYOUTS["column_major"](w_q), w_scale)
             matmul.matmul_requantize(x_q, x_scale, w_q, w_scale, seed=SEED)
             matmul.matmul_dw(random_codes(N, M, "cpu"), random_scales(N, "cpu"), x_q, x_scale)
@@ -83,6 +95,8 @@ def run_spmm(indptr: Tensor, index: Tensor, S: int, F: int) -> None:
     factor = torch.randn(N)
     spmm.spmm(indptr, index, x_q, weight=weight, x_scale=x_scale, row_factor=factor, bias=torch.randn(F))
     spmm.spmm(indptr, index, x_q, x_scale=torch.ones(1))
+    for a in activations(N, F):
+        spmm.spmm(indptr, index, x_q, x_scale=x_scale, activation=a)
     spmm.spmm(indptr, index, LAYOUTS["every_second_row"](x))
     spmm.spmm_requantize(indptr, index, x_q, x_scale=x_scale, seed=SEED)
     spmm.spmm_requantize(indptr, index, x, weight=weight, row_factor=factor)
