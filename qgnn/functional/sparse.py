@@ -89,7 +89,9 @@ def spmm(
                 f"its result"
             )
         return _extremum(graph, x, edge_weight, reduce == "max", config, seed)
-    return _aggregate(graph, x, edge_weight, reduce, None, (activation, dropout), config, seed, _SUMS + _EXTREMA)
+    return _aggregate(
+        "spmm", graph, x, edge_weight, reduce, None, (activation, dropout), config, seed, _SUMS + _EXTREMA
+    )
 
 
 def graph_linear(
@@ -144,7 +146,8 @@ def graph_linear(
     check_matrix("graph_linear", "x", x)
     graph = graph_of("graph_linear", graph, x)
     if config is None:
-        return _aggregate(graph, linear(x, weight), edge_weight, reduce, bias, (activation, dropout), None, seed)
+        y = linear(x, weight)
+        return _aggregate("graph_linear", graph, y, edge_weight, reduce, bias, (activation, dropout), None, seed)
     codes_or_x, scale = codes_or_rows("graph_linear", x)
     csr_weight, csc_weight = _edge_weights("graph_linear", graph, edge_weight, weight.dtype, heads_of=weight.shape[0])
     learns_weight = csr_weight is not None and csr_weight.requires_grad and torch.is_grad_enabled()
@@ -224,6 +227,7 @@ def incidence_sum(
 
 
 def _aggregate(
+    owner: str,
     graph: Graph,
     x: Tensor | QTensor,
     edge_weight: Tensor | None,
@@ -234,19 +238,19 @@ def _aggregate(
     seed: int | Tensor | None,
     reduces: tuple[str, ...] = _SUMS,
 ) -> Tensor:
-    rows, scale = codes_or_rows("spmm", x)
-    csr_weight, csc_weight = _edge_weights("spmm", graph, edge_weight, x.dtype, heads_of=x.shape[1])
+    rows, scale = codes_or_rows(owner, x)
+    csr_weight, csc_weight = _edge_weights(owner, graph, edge_weight, x.dtype, heads_of=x.shape[1])
     out, *_ = ops.spmm(
         rows,
         scale,
         csr_weight,
         csc_weight,
-        _row_factor("spmm", graph, reduce, x.dtype, reduces),
+        _row_factor(owner, graph, reduce, x.dtype, reduces),
         bias,
         *structure(graph, rows, csr_weight),
         *_rounding(config, seed, rows),
         _keeps_rows(config, csr_weight),
-        *epilogue_of("spmm", *epilogue, seed, rows, csr_weight, bias),
+        *epilogue_of(owner, *epilogue, seed, rows, csr_weight, bias),
     )
     return out.to(x.dtype)
 
