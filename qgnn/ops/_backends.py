@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, partial, wraps
 from importlib import import_module
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from qgnn import reference, trace
 from qgnn.activation import Activation
 from qgnn.ops._checks import Signature
+from qgnn.weak_cache import cached
 
 # Streams of one seed: no two roundings of an op call share random bits.
 STREAM_INPUT, STREAM_WEIGHT, STREAM_HIDDEN = 0, 1, 2
@@ -57,6 +58,7 @@ _ROUNDS = {
     *("matmul_requantize", "spmm_requantize", "blocks_pack", "blocks_unpack"),
 }
 _CODES = (torch.int8, torch.uint8)
+_PLANNED = {"spmm", "spmm_requantize", "spmm_extremum"}  # walk the work items of a graph on a GPU
 # Primitives that have no Triton kernel yet: their reference function runs on CUDA tensors as well.
 _WITHOUT_TRITON = {
     "attention_scores",
@@ -65,7 +67,6 @@ _WITHOUT_TRITON = {
     "blocks_unpack",
     "softmax",
     "softmax_backward",
-    "spmm_extremum",
     "spmm_extremum_dx",
 }
 
@@ -169,7 +170,25 @@ def triton_backend() -> Backend:
     """The Triton kernels; imported here, at the first CUDA call."""
     homes = {name: home for name, home in _HOMES.items() if name not in _WITHOUT_TRITON}
     modules = {home: import_module(f"qgnn.kernels.{home}") for home in set(homes.values())}
-    return Backend("triton", {name: getattr(modules[home], name) for name, home in homes.items()}, _triton_serves)
+    primitives = {name: getattr(modules[home], name) for name, home in homes.items()}
+    for name in _PLANNED & primitives.keys():
+        primitives[name] = _with_plan(primitives[name], modules["spmm"].make_plan)
+    return Backend("triton", primitives, _triton_serves)
+
+
+def _with_plan(function: Callable[..., Any], make_plan: Callable[[Tensor, int], Any]) -> Callable[..., Any]:
+    """Hands ``function`` the work items of its graph, which are made once and live as long as the graph's pointers."""
+
+    @wraps(function)
+    def planned(indptr: Tensor, index: Tensor, *operands: Any, **options: Any) -> Any:
+        num_edges = index.numel()
+        if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
+            plan = make_plan(indptr, num_edges)  # part of the CUDA graph, whose memory nobody else may keep
+        else:
+            plan = cached((indptr,), ("spmm plan", num_edges), lambda: make_plan(indptr, num_edges))
+        return function(indptr, index, *operands, plan=plan, **options)
+
+    return planned
 
 
 def _c_serves(primitive: str, operands: tuple[Any, ...], options: dict[str, Any]) -> bool:
