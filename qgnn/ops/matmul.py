@@ -26,6 +26,7 @@ from qgnn.ops._backends import (
     fresh,
 )
 from qgnn.ops._checks import GRANULARITIES, INT8_BITS, Signature
+from qgnn.reference._common import compute_dtype
 
 
 def quantize_operand(
@@ -184,6 +185,8 @@ def _matmul_backward(
     needs_dw: bool,
     needs_db: bool,
 ) -> tuple[Tensor, ...]:
+    if not (needs_dx or needs_dw):
+        return fresh(grad, (None, None, bias_gradient(backend, grad, mask, threshold)))
     g_q, g_scale, db = quantize_gradient(backend, grad, mask, threshold, seed, bits, granularity, needs_db)
     dx = input_grad(backend, g_q, g_scale, weight, seed, bits, grad.dtype) if needs_dx else None
     dw = None
@@ -192,10 +195,14 @@ def _matmul_backward(
     return fresh(grad, (dx, dw, db))
 
 
+def bias_gradient(backend: Backend, grad: Tensor, mask: Tensor | None, threshold: int) -> Tensor:
+    """Column sums of the gradient in front of an activation, where nothing else needs it in codes."""
+    return masked_gradient(backend, grad, mask, threshold).sum(0, dtype=compute_dtype(grad))
+
+
 def fake_db(grad: Tensor, needs_db: bool) -> Tensor:
     """Shape and type of the gradient of a bias before it gets the bias' type."""
-    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-    return grad.new_empty(grad.shape[1], dtype=wide) if needs_db else grad.new_empty(0)
+    return grad.new_empty(grad.shape[1], dtype=compute_dtype(grad)) if needs_db else grad.new_empty(0)
 
 
 def _fake_matmul_backward(
