@@ -23,7 +23,6 @@ from qgnn.ops._backends import (
 )
 from qgnn.ops._checks import CSC, CSR, GRANULARITIES, INT8_BITS, Signature
 from qgnn.ops.matmul import (
-    bias_gradient,
     fake_db,
     fake_kept,
     input_grad,
@@ -191,8 +190,6 @@ def _graph_linear_backward(
     needs_dedge: bool,
     needs_db: bool,
 ) -> tuple[Tensor, ...]:
-    if not (needs_dx or needs_dw or needs_dedge):
-        return fresh(grad, (None, None, None, bias_gradient(backend, grad, mask, threshold)))
     g_q, g_scale, db = quantize_gradient(backend, grad, mask, threshold, seed, bits, granularity, needs_db)
     folded_scale = fold_row_factor(g_scale, row_factor)
     dx = dw = dedge = None

@@ -185,19 +185,12 @@ def _matmul_backward(
     needs_dw: bool,
     needs_db: bool,
 ) -> tuple[Tensor, ...]:
-    if not (needs_dx or needs_dw):
-        return fresh(grad, (None, None, bias_gradient(backend, grad, mask, threshold)))
     g_q, g_scale, db = quantize_gradient(backend, grad, mask, threshold, seed, bits, granularity, needs_db)
     dx = input_grad(backend, g_q, g_scale, weight, seed, bits, grad.dtype) if needs_dx else None
     dw = None
     if needs_dw and x is not None:
         dw = weight_grad(backend, g_q, g_scale, x, x_scale, bits).to(weight.dtype)
     return fresh(grad, (dx, dw, db))
-
-
-def bias_gradient(backend: Backend, grad: Tensor, mask: Tensor | None, threshold: int) -> Tensor:
-    """Column sums of the gradient in front of an activation, where nothing else needs it in codes."""
-    return masked_gradient(backend, grad, mask, threshold).sum(0, dtype=compute_dtype(grad))
 
 
 def fake_db(grad: Tensor, needs_db: bool) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from qgnn.ops import _activation
 from qgnn.ops._backends import STREAM_INPUT, Backend, define, fresh
 from qgnn.ops._checks import CSC, CSR, GRANULARITIES, INT8_OR_FULL, Signature
-from qgnn.ops.matmul import bias_gradient, fake_db, fake_kept, masked_gradient, quantize_gradient, quantize_operand
+from qgnn.ops.matmul import fake_db, fake_kept, masked_gradient, quantize_gradient, quantize_operand
 from qgnn.reference._common import compute_dtype
 
 
@@ -176,8 +176,6 @@ def _spmm_backward(
     needs_dweight: bool,
     needs_db: bool,
 ) -> tuple[Tensor, ...]:
-    if not (needs_dx or needs_dweight):
-        return fresh(grad, (None, None, bias_gradient(backend, grad, mask, threshold)))
     if bits:
         rows, scale, db = quantize_gradient(backend, grad, mask, threshold, seed, bits, granularity, needs_db)
     else:

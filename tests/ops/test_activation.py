@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import qgnn
 from dense import CASES, graph_of
 from op_checks import gradients, opcheck, saved_tensors, spmm_structure
 from qgnn import Graph, ops, reference, rng
@@ -107,20 +106,6 @@ def test_a_bit_an_element_is_what_is_kept(op: Any) -> None:
     kept = saved_tensors(lambda: op(graph, epilogue_of(True, 0.5))(**tensors))
     assert [tuple(t.shape) for t in kept if t.dtype == torch.uint8] == [(50, mask_width(M))]
     assert not [t for t in kept if t.dtype == torch.float32 and t.shape == (50, M)]
-
-
-@OPS
-def test_the_gradient_of_a_bias_alone(op: Any) -> None:
-    """... needs no codes of the others' gradients, and is the same."""
-    graph = graph_of("random")
-    tensors, run = inputs(op, graph), op(graph, epilogue_of(True, 0.5))
-    y, grads = gradients(run, tensors)
-    bias = tensors["bias"].clone().requires_grad_()
-    with qgnn.trace() as t:
-        run(**tensors | {"bias": bias}).backward(torch.ones_like(y))
-    torch.testing.assert_close(bias.grad, grads["bias"])
-    assert "masked_grad.backward" in t.ops
-    assert "quantize.backward" not in t.ops
 
 
 @OPS

@@ -3,7 +3,6 @@
 import re
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,127 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import qgnn.ops.graph_linear
-import qgnn.ops.matmul
-import qgnn.ops.sddmm
-import qgnn.ops.softmax
-import qgnn.ops.spmm
-import qgnn.ops.spmm_extremum
-import qgnn.ops.spmm_incidence  # noqa: F401  the backward operators are registered by these
+from op_arguments import GRAPH, OPERATORS, E, F, H, S, T, arguments_of, codes
 from op_checks import PLAIN
-from qgnn import Graph, QConfig
+from qgnn import QConfig
 from qgnn.nn import QLinear
 from qgnn.ops import _checks
-
-S, T, E, F, H = 5, 4, 7, 6, 3
-GRAPH = Graph.from_edge_index(torch.tensor([[0, 1, 2, 3, 4, 4, 0], [0, 0, 1, 3, 3, 3, 3]]), (S, T))
-
-
-def codes(*shape: int) -> Tensor:
-    return torch.randint(-127, 128, shape, dtype=torch.int8)
-
-
-def both_orders() -> dict[str, Tensor]:
-    csr, csc = GRAPH.csr, GRAPH.csc
-    tensors = {"indptr": csr.indptr, "index": csr.index, "indptr_t": csc.indptr, "index_t": csc.index}
-    return {name: t.clone() for name, t in (tensors | {"order_t": csc.order}).items()}
-
-
-def rounding() -> dict[str, Any]:
-    return {"seed": torch.tensor([1]), "bits": 8, "granularity": "row"}
-
-
-def weights(prefix: str = "") -> dict[str, Tensor]:
-    return {f"{prefix}weight": torch.rand(E), f"{prefix}weight_t": torch.rand(E), "row_factor": torch.rand(T)}
-
-
-def arguments_of(name: str) -> dict[str, Any]:
-    """Arguments that the operator takes."""
-    pairs = {"x_target": torch.randn(T, F), "target_scale": None, "x_source": torch.randn(S, F), "source_scale": None}
-    scores = {"score_target": torch.randn(T, H), "score_source": torch.randn(S, H)}
-    no_index_t = {k: v for k, v in both_orders().items() if k != "index_t"}
-    rows, kept = {"x": torch.randn(S, F), "x_scale": None}, {"x": codes(S, F), "x_scale": torch.rand(S)}
-    both = {"needs_dx": True, "needs_dweight": True}
-    epilogue = {"relu": True, "threshold": 9, "dropout_seed": torch.tensor([2]), "keep_mask": True}
-    behind = {"mask": torch.zeros(T, 1, dtype=torch.uint8), "threshold": 9, "needs_db": True}
-    csr = {"indptr": GRAPH.csr.indptr.clone(), "index": GRAPH.csr.index.clone()}
-    made: dict[str, Callable[[], dict[str, Any]]] = {
-        "quantize": lambda: {"x": torch.randn(S, F), **rounding(), "block_size": 4},
-        "matmul": lambda: {
-            **{**rows, "weight": torch.randn(H, F), "bias": torch.randn(H)},
-            **{**rounding(), "keep_codes": True, **epilogue},
-        },
-        "matmul_backward": lambda: {
-            **{"grad": torch.randn(S, H), **kept, "weight": torch.randn(H, F)},
-            **{**rounding(), "needs_dx": True, "needs_dw": True, **behind},
-            "mask": torch.zeros(S, 1, dtype=torch.uint8),
-        },
-        "spmm": lambda: {
-            **{**rows, **weights(), "bias": torch.rand(F), **both_orders(), **rounding(), "keep_codes": True},
-            **epilogue,
-        },
-        "spmm_backward": lambda: {
-            "grad": torch.randn(T, F),
-            **kept,
-            **weights(),
-            **both_orders(),
-            **rounding(),
-            **both,
-            **behind,
-        },
-        "spmm_extremum": lambda: {
-            **{**rows, "weight": torch.rand(E), **csr},
-            **{**rounding(), "largest": True, "keep_codes": True},
-        },
-        "spmm_extremum_backward": lambda: {
-            **{"grad": torch.randn(T, F), "arg": torch.randint(E, (T, F)).int(), **kept, "weight": torch.rand(E)},
-            **{"index": csr["index"], "num_sources": S, **both},
-        },
-        "sddmm": lambda: {**pairs, **both_orders(), **rounding(), "op": "dot", "heads": H, "keep_codes": True},
-        "sddmm_backward": lambda: {
-            **{"grad": torch.randn(E, H), "x_target": codes(T, F), "target_scale": torch.rand(T, H)},
-            **{"x_source": codes(S, F), "source_scale": torch.rand(1), **both_orders()},
-            **{"bits": 8, "op": "dot", "heads": H, "needs_dtarget": True, "needs_dsource": True},
-        },
-        "softmax": lambda: {"scores": torch.randn(E, H), "indptr": csr["indptr"]},
-        "softmax_backward": lambda: {"grad": torch.randn(E, H), "out": torch.rand(E, H), "indptr": csr["indptr"]},
-        "attention_scores": lambda: {**scores, **no_index_t, "negative_slope": 0.2},
-        "attention_scores_backward": lambda: {
-            **{"grad": torch.randn(E, H), "out": torch.rand(E, H), **scores, **no_index_t, "negative_slope": 0.2},
-        },
-        "graph_linear": lambda: {
-            **{**rows, "weight": torch.randn(H, F), "bias": torch.randn(H), **weights("edge_")},
-            **{**both_orders(), **rounding(), "keep_codes": True, "keep_hidden": True, **epilogue},
-        },
-        "graph_linear_backward": lambda: {
-            **{"grad": torch.randn(T, H), **kept, "weight": torch.randn(H, F), "hidden": codes(S, H)},
-            **{"hidden_scale": torch.rand(S), **weights("edge_"), **both_orders(), **rounding()},
-            **{"needs_dx": True, "needs_dw": True, "needs_dedge": True, **behind},
-        },
-        "incidence_sum": lambda: {
-            **{"edge_x": torch.randn(E, F), "indptr": csr["indptr"], "order": GRAPH.csr.order.clone()},
-            **{"node": GRAPH.incidence("target")[2].clone(), **rounding()},
-        },
-        "incidence_sum_backward": lambda: {
-            **{"grad": torch.randn(T, F), "node": GRAPH.incidence("target")[2].clone()},
-        },
-        "blocks_pack": lambda: {
-            **{"x": torch.randn(50), "seed": torch.tensor([1]), "bits": 2, "block_size": 16},
-            **{"metadata_dtype": torch.float32},
-        },
-        "blocks_unpack": lambda: {
-            **{"packed": torch.zeros(3, 4, dtype=torch.uint8), "low": torch.ones(3), "step": torch.ones(3)},
-            **{"bits": 2, "size": 40, "dtype": torch.float32},
-        },
-    }
-    return made[name]()
-
-
-OPERATORS = sorted(
-    name.removeprefix("qgnn::")
-    for name in torch._C._dispatch_get_all_op_names()
-    if name.startswith("qgnn::") and "." not in name
-)
 
 
 def call(name: str, **change: Any) -> Any:

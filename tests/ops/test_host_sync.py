@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_arguments import OPERATORS, arguments_of
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction
 
+from op_arguments import OPERATORS, arguments_of
 from qgnn.ops import _backends
 from qgnn.ops._checks import Signature
 
