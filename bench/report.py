@@ -50,10 +50,18 @@ def text_table(groups: Sequence[Sequence[Record]]) -> str:
         first = group[0]
         lines.append([f"{first['suite']}  {first['case']}  {first['pass']}"])
         lines += [["", "", f"  {line[2]}", *line[3:]] for line in rows(group)]
-    full = [line for line in lines if len(line) > 1]
-    used = [i for i in range(2, len(COLUMNS)) if any(line[i] for line in full)]
-    width = {i: max(len(line[i]) for line in full) for i in used}
-    padded = [line if len(line) == 1 else [line[i].ljust(width[i]) for i in used] for line in lines]
+    used = [i for i in range(2, len(COLUMNS)) if any(line[i] for line in lines if len(line) > 1)]
+    return aligned([line if len(line) == 1 else [line[i] for i in used] for line in lines])
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Columns of even width; a line of a single cell runs across them."""
+    columns = zip(*(line for line in lines if len(line) > 1), strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    padded = [
+        line if len(line) == 1 else [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        for line in lines
+    ]
     return "\n".join("  ".join(line).rstrip() for line in padded)
 
 

@@ -1,0 +1,5 @@
+from argparse import Namespace
+
+
+def run(options: Namespace) -> int:
+    return 0
