@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from . import plots, readme, report, roofline, sass
+from . import plots, readme, report
 from .records import RESULTS, ROOT, Record, append, until
 from .suites import SUITES, cases
 
@@ -56,6 +56,18 @@ def make_report(options: argparse.Namespace) -> int:
     elif not (options.readme or options.plots):
         print(report.markdown(results))
     return 0
+
+
+def read_machine_code(options: argparse.Namespace) -> int:
+    from . import sass
+
+    return sass.run(options)
+
+
+def model(options: argparse.Namespace) -> int:
+    from . import roofline
+
+    return roofline.run(options)
 
 
 def measure(options: argparse.Namespace) -> int:
@@ -107,7 +119,7 @@ def measure(options: argparse.Namespace) -> int:
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    commands = {"report": make_report, "sass": sass.run, "roofline": roofline.run}
+    commands = {"report": make_report, "sass": read_machine_code, "roofline": model}
     return commands.get(options.suites[0], measure)(options)
 
 

@@ -1,13 +1,13 @@
 """Machine code as nvdisasm prints it: classes of instructions, and the loop in which a kernel spends its time."""
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 _LINE = re.compile(
     r"^(?P<label>\.L\w+):"
-    r"|/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?(?P<name>[A-Z][A-Z0-9_.]*)(?P<operands>[^;]*);",
+    r"|/\*[0-9a-f]{4,5}\*/\s+(?P<predicate>@!?U?P\w+\s+)?(?P<name>[A-Z][A-Z0-9_.]*)(?P<operands>[^;]*);",
     re.MULTILINE,
 )
 _TARGET = re.compile(r"`\((\.L\w+)\)")
@@ -35,6 +35,7 @@ _NO_PRODUCT = {"MOV", "SHL", "IADD", "X"}  # forms of IMAD that only move, shift
 class Instruction(NamedTuple):
     name: str
     operands: str
+    is_predicated: bool = False
 
     @property
     def kind(self) -> str:
@@ -59,44 +60,86 @@ def _factors(operands: str) -> list[str]:
     return [operand for operand in found[1:] if not re.fullmatch(r"!?U?P(T|\d)", operand)][:2]
 
 
-class Code(NamedTuple):
-    """The instructions of a kernel, and the first and last one of each loop."""
+class Code:
+    """The instructions of a kernel that a usual run comes by, and its loops.
 
-    instructions: list[Instruction]
-    loops: list[tuple[int, int]]
+    Left out are what only a diverged warp executes, and the subroutines of divisions with a subnormal operand.
+    """
 
-    def hottest(self) -> Sequence[Instruction] | None:
+    def __init__(self, instructions: Sequence[Instruction], labels: dict[str, int]) -> None:
+        self._instructions = instructions
+        self._successors = [list(_successors(i, instruction, labels)) for i, instruction in enumerate(instructions)]
+        self._reached, self._back_edges = self._walk()
+        if not any(instruction.name.startswith("EXIT") for instruction in self.instructions):
+            raise ValueError("no path leads to the end of the kernel: its control flow was misread")
+
+    @property
+    def instructions(self) -> list[Instruction]:
+        return [self._instructions[i] for i in sorted(self._reached)]
+
+    def hottest(self) -> list[Instruction] | None:
         """The longest of the innermost loops, or ``None``. Loops that touch no global memory only wait."""
-        working = [loop for loop in self.loops if any("global" in i.kind for i in self._body(loop))]
+        loops = [self._loop(header, sources) for header, sources in self._back_edges.items()]
+        working = [loop for loop in loops if any("global" in self._instructions[i].kind for i in loop)]
+        innermost = [loop for loop in working if not any(other < loop for other in working)]
+        return [self._instructions[i] for i in sorted(max(innermost, key=len))] if innermost else None
 
-        def holds(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
-            return outer != inner and outer[0] <= inner[0] and inner[1] <= outer[1]
+    def _walk(self) -> tuple[set[int], dict[int, list[int]]]:
+        """What can be reached, and the edges that lead back to where the walk came from: {first of a loop: lasts}."""
+        reached, path, back_edges = {0}, {0}, defaultdict(list)
+        stack = [(0, iter(self._successors[0]))]
+        while stack:
+            i, successors = stack[-1]
+            following = next(successors, None)
+            if following is None:
+                path.discard(i)
+                stack.pop()
+            elif following in path:
+                back_edges[following].append(i)
+            elif following not in reached:
+                reached.add(following)
+                path.add(following)
+                stack.append((following, iter(self._successors[following])))
+        return reached, dict(back_edges)
 
-        innermost = [loop for loop in working if not any(holds(loop, other) for other in working)]
-        return max(map(self._body, innermost), key=len, default=None)
+    def _loop(self, header: int, sources: Sequence[int]) -> set[int]:
+        """The natural loop: whatever leads to one of ``sources`` without passing ``header``."""
+        predecessors = defaultdict(list)
+        for i in self._reached:
+            for following in self._successors[i]:
+                predecessors[following].append(i)
+        loop, pending = {header}, list(sources)
+        while pending:
+            i = pending.pop()
+            if i not in loop:
+                loop.add(i)
+                pending += predecessors[i]
+        return loop
 
-    def _body(self, loop: tuple[int, int]) -> Sequence[Instruction]:
-        return self.instructions[loop[0] : loop[1] + 1]
+
+def _successors(i: int, instruction: Instruction, labels: dict[str, int]) -> Iterator[int]:
+    base, *parts = instruction.name.split(".")
+    target = _TARGET.search(instruction.operands)
+    ends = base in ("EXIT", "RET") or (base == "BRA" and instruction.operands.strip().startswith("`"))
+    if instruction.is_predicated or not ends:
+        yield i + 1
+    if base in ("BRA", "CALL") and target and "DIV" not in parts:  # a call of a local label is a far jump
+        yield labels[target[1]]
 
 
 def parse(listing: str) -> Code:
-    """Read what ``nvdisasm --print-code --no-dataflow`` prints. A loop is a branch to an earlier label."""
+    """Read what ``nvdisasm --print-code --no-dataflow`` prints."""
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
-    loops: dict[int, int] = {}
     for match in _LINE.finditer(listing):
         if match["label"]:
             labels[match["label"]] = len(instructions)
-            continue
-        instruction = Instruction(match["name"], match["operands"])
-        target = _TARGET.search(instruction.operands)
-        if instruction.name.split(".")[0] == "BRA" and target and target[1] in labels:
-            loops[labels[target[1]]] = len(instructions)
-        instructions.append(instruction)
-    return Code(instructions, sorted(loops.items()))
+        else:
+            instructions.append(Instruction(match["name"], match["operands"], match["predicate"] is not None))
+    return Code(instructions, labels)
 
 
 def count(instructions: Iterable[Instruction]) -> dict[str, int]:
-    """Instructions by class, and their ``total`` without the fillers behind the code's end."""
-    counts = Counter(instruction.kind for instruction in instructions if instruction.name != "NOP")
+    """Instructions by class, and their ``total``."""
+    counts = Counter(instruction.kind for instruction in instructions)
     return {"total": counts.total(), **dict(sorted(counts.items()))}
