@@ -14,13 +14,14 @@ from . import plots, readme, report
 from .records import RESULTS, ROOT, Record, append, until
 from .suites import SUITES, cases
 
-
 ALONE = ("report", "sass", "roofline")  # commands that measure nothing
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("suites", nargs="+", choices=[*SUITES, *ALONE], metavar="SUITE", help=", ".join((*SUITES, *ALONE)))
+    parser.add_argument(
+        "suites", nargs="+", choices=[*SUITES, *ALONE], metavar="SUITE", help=", ".join((*SUITES, *ALONE))
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     quick_help = "tiny shapes and few rounds, recorded only where --results is given; sass: sm_90 alone for variants"
     parser.add_argument("--quick", action="store_true", help=quick_help)

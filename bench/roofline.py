@@ -1,8 +1,9 @@
 """The bytes and operations that each primitive has to move and to do, and how long a GPU takes at the very least.
 
-A primitive's bytes are what ``qgnn.trace()`` reports: operands read once and results written once, without the gaps that
-align rows. Rows that edges gather come again and again from the L2 cache, in sectors of 32 bytes: those are counted
-apart. A floor is the longest of three times (memory, L2, tensor cores); no version of the same passes runs faster.
+A primitive's bytes are what ``qgnn.trace()`` reports: operands read once and results written once, without the gaps
+that align rows. Rows that edges gather come again and again from the L2 cache, in sectors of 32 bytes: those are
+counted apart. A floor is the longest of three times (memory, L2, tensor cores); no version of the same passes runs
+faster.
 """
 
 import json
@@ -130,7 +131,7 @@ def matmul_dw(N: int, K: int, M: int) -> Traffic:
 
 
 def gather(E: int, F: int, itemsize: int, scale: bool) -> int:
-    """Bytes that L2 delivers for rows gathered by edges: whole sectors of the row and of its scale, index and weight."""
+    """Bytes that L2 delivers for rows gathered by edges: whole sectors of a row and of its scale; index, weight."""
     row = F * itemsize if itemsize > 1 else _up(F, VECTOR)
     return E * (_up(row, SECTOR) + (SECTOR if scale else 0) + INDEX + FLOAT)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-
 from qgnn.kernels.matmul import matmul, matmul_dw, matmul_requantize
 from qgnn.kernels.memory import empty_codes
 from qgnn.kernels.quantize import quantize

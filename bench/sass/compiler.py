@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 import triton
+from qgnn.kernels import tuning
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, type_canonicalisation_dict
-
-from qgnn.kernels import tuning
 
 from . import machine_code
 from .cases import WORK
@@ -86,7 +85,7 @@ def compile_case(name: str, case: Callable[[], object], arch: int) -> Iterator[d
         registers, stack, code = _inspect(compiled.asm["cubin"])
         loop = code.hottest()
         if kernel.__name__ not in WORK:
-            raise KeyError(f"{kernel.__name__} has no line in WORK of bench/sass/cases.py, which says what an element is")
+            raise KeyError(f"{kernel.__name__} has no line in WORK of bench/sass/cases.py: what is an element of it?")
         work = WORK[kernel.__name__]
         elements, threads = work.elements(kwargs), WARP * kwargs["num_warps"]
         instructions = machine_code.count(code.instructions)

@@ -82,7 +82,8 @@ class Code:
         loops = [self._loop(header, sources) for header, sources in self._back_edges.items()]
         working = [loop for loop in loops if any("global" in self._instructions[i].kind for i in loop)]
         innermost = [loop for loop in working if not any(other < loop for other in working)]
-        return [self._instructions[i] for i in sorted(max(innermost, key=len))] if innermost else None
+        longest = max(innermost, key=lambda loop: len(loop), default=None)
+        return None if longest is None else [self._instructions[i] for i in sorted(longest)]
 
     def _walk(self) -> tuple[set[int], dict[int, list[int]]]:
         """What can be reached, and the edges that lead back to where the walk came from: {first of a loop: lasts}."""
