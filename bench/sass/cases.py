@@ -56,8 +56,8 @@ def make_cases(device: torch.device, num_nodes: int) -> dict[str, Callable[[], A
     def int8_spmm(x: Tensor, **kwargs: Any) -> Tensor:
         return spmm(*made.graph(), x, weight=made.weight, x_scale=made.scale, **kwargs)
 
-    def int8_spmm_requantize(x: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return spmm_requantize(*made.graph(), x, x_scale=made.scale, seed=made.seed, **kwargs)
+    def int8_spmm_requantize(x: Tensor, weight: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return spmm_requantize(*made.graph(), x, weight=weight, x_scale=made.scale, seed=made.seed, **kwargs)
 
     def int8_sddmm(x: Tensor) -> Tensor:
         return sddmm(*made.graph(), x, x, target_scale=made.scale, source_scale=made.scale)
@@ -90,7 +90,9 @@ def make_cases(device: torch.device, num_nodes: int) -> dict[str, Callable[[], A
         "spmm/int8/F128/degree51": lambda: spmm(*made.graph(51), made.codes(128), x_scale=made.scale),
         "spmm/fp32/F128": lambda: spmm(*made.graph(), made.rows(128), weight=made.weight),
         "spmm/bf16/F128": lambda: spmm(*made.graph(), made.rows(128, torch.bfloat16), weight=made.weight),
-        "spmm_requantize/F256": lambda: int8_spmm_requantize(made.codes(256), weight=made.weight, row_factor=made.scale),
+        "spmm_requantize/F256": lambda: int8_spmm_requantize(
+            made.codes(256), weight=made.weight, row_factor=made.scale
+        ),
         "spmm_requantize/F1024": lambda: int8_spmm_requantize(made.codes(1024)),
         "sddmm/int8/F128": lambda: int8_sddmm(made.codes(128)),
         "sddmm/int8/F602": lambda: int8_sddmm(made.codes(602)),
