@@ -8,8 +8,8 @@
 # Without a GPU the same script rehearses on the CPU with tiny shapes.
 #
 # Variables: PYTHON (python3); TESTS and SUITES, what to run, in this order (empty: nothing; suites joined by a comma share
-# a process; `sanitize` is no suite but each kernel once under compute-sanitizer, where that tool is); QGNN_COMMIT, the
-# commit of a copy without .git, with a + at its end if it was modified.
+# a process; `sanitize` is no suite but each kernel once under compute-sanitizer); SANITIZER, that tool, looked for if
+# not given; QGNN_COMMIT, the commit of a copy without .git, with a + at its end if it was modified.
 set -uo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -73,7 +73,7 @@ sanitize() {
         return
     fi
     local tool
-    tool=$(command -v compute-sanitizer || ls -d /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
+    tool=${SANITIZER-$(command -v compute-sanitizer || ls -d /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)}
     if [ -z "$tool" ]; then
         echo "compute-sanitizer: not on this machine, memory accesses were not checked"
         return 0

@@ -22,6 +22,20 @@ MODELS = {  # hidden widths as in the suite `train`, and in the usual examples o
     "cora": (64,),
 }
 WIDTHS = (64, 128, 256)
+LAYER, ON = "arxiv/gcn-layer/256", "H100"  # the layer and the machine of the table that compares the ways pass by pass
+
+# What the passes of a GCN layer are for, whichever way it is made.
+PURPOSES = {
+    "quantize": ("quantize.forward",),
+    "product": ("linear", "matmul.forward", "quantize_matmul.forward"),
+    "aggregation": ("spmm.forward",),
+    "bias, ReLU, dropout": ("bias", "relu", "dropout"),
+    "backward of bias, ReLU, dropout": ("dropout backward", "relu backward", "bias backward"),
+    "quantize, backward": ("quantize_grad.backward", "quantize.backward"),
+    "transposed aggregation": ("spmm.backward",),
+    "gradient of x": ("linear dx", "matmul.backward_dx"),
+    "gradient of the weight": ("linear dw", "matmul.backward_dw"),
+}
 HEADS = 4
 
 Steps = list[Step]
@@ -265,12 +279,24 @@ def tables(found: dict[str, Steps]) -> Iterator[tuple[str, list[tuple[str, ...]]
     """Titles and rows, the last table the one that compares whole layers and training steps."""
     header = ("MB", "MB of L2", "Gop", *(f"{name} us" for name in MACHINES))
     for case, steps in found.items():
-        if "/primitives/" in case or case.startswith("arxiv/gcn-layer/"):
-            rows = [(step.name, *_figures([step])) for step in steps]
-            total = [] if "/primitives/" in case else [("total", *_figures(steps))]
-            yield case, [("pass", *header), *rows, *total]
+        if "/primitives/" in case:
+            yield case, [("pass", *header), *((step.name, *_figures([step])) for step in steps)]
+    yield f"{LAYER}, forward and backward: MB, and microseconds of {ON}", by_purpose(found)
     wholes = [(case, *_figures(steps)) for case, steps in found.items() if "/primitives/" not in case]
     yield "Layers and training steps, forward and backward: sums of the passes' floors", [("case", *header), *wholes]
+
+
+def by_purpose(found: dict[str, Steps]) -> list[tuple[str, ...]]:
+    """The three ways to make ``LAYER`` side by side: MB of each, then the floors."""
+
+    def row(title: str, *names: str) -> tuple[str, ...]:
+        chosen = [[step for step in found[f"{LAYER}/{way}"] if step.name in names] for way in WAYS]
+        figures = [*(total_bytes(steps) / 1e6 for steps in chosen), *(floors_us(steps)[ON] for steps in chosen)]
+        return (title, *(f"{figure:.1f}" for figure in figures))
+
+    header = ("purpose", *(f"{way} MB" for way in WAYS), *(f"{way} us" for way in WAYS))
+    rows = [row(purpose, *names) for purpose, names in PURPOSES.items()]
+    return [header, *rows, row("all", *(name for names in PURPOSES.values() for name in names))]
 
 
 def _figures(steps: Sequence[Step]) -> tuple[str, ...]:

@@ -96,7 +96,7 @@ def test_memory_of_a_step_holds_what_it_keeps(rehearsal: tuple[subprocess.Comple
     ("tool", "status", "said"),
     [
         (None, 0, "compute-sanitizer: not on this machine, memory accesses were not checked"),
-        ('echo "$*"', 0, "--tool memcheck --error-exitcode 86 "),
+        ('echo "$*"', 0, "-m bench.sanitize"),
         ("echo Invalid __global__ write; exit 86", 1, "failed: sanitize (exit status 86)"),
     ],
 )
@@ -104,11 +104,12 @@ def test_script_uses_the_sanitizer_where_it_is(tmp_path: Path, tool: str | None,
     """On what says that it has a GPU: a python that answers so, and a stand-in for the tool, or none."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/bash\n[[ "$2" == *is_available* ]] && echo cuda && exit\nexec {sys.executable} "$@"\n')
-    if tool is not None:
-        (tmp_path / "compute-sanitizer").write_text(f"#!/bin/bash\n{tool}\n")
-    for path in tmp_path.iterdir():
+    sanitizer = tmp_path / "sanitizer"
+    sanitizer.write_text(f"#!/bin/bash\n{tool}\n")
+    for path in (python, sanitizer):
         path.chmod(0o755)
-    result = gpu_script(tmp_path / "out", "", "sanitize", PYTHON=str(python), PATH=f"{tmp_path}:{os.environ['PATH']}")
+    variables = {"PYTHON": str(python), "SANITIZER": "" if tool is None else str(sanitizer)}
+    result = gpu_script(tmp_path / "out", "", "sanitize", **variables)
     assert result.returncode == status, result.stdout + result.stderr
     assert said in result.stdout
 

@@ -89,6 +89,17 @@ def test_fusing_moves_fewer_bytes_and_has_a_lower_floor() -> None:
             assert floors == sorted(floors), case
 
 
+def test_the_table_of_a_layer_counts_every_pass_once() -> None:
+    cases = dict(steps.cases())
+    header, *rows, last = steps.by_purpose(cases)
+    assert header[1:4] == ("eager MB", "unfused MB", "fused MB")
+    for column, way in enumerate(steps.WAYS, 1):
+        layer = cases[f"{steps.LAYER}/{way}"]
+        assert float(last[column]) == pytest.approx(steps.total_bytes(layer) / 1e6, abs=0.05)
+        assert float(last[column + 3]) == pytest.approx(steps.floors_us(layer)["H100"], abs=0.05)
+        assert sum(float(row[column]) for row in rows) == pytest.approx(float(last[column]), abs=0.05 * len(rows))
+
+
 def test_the_command_prints_and_writes_what_the_model_says(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main.main(["roofline", "--json", str(tmp_path / "roofline.jsonl")]) == 0
     printed = capsys.readouterr().out
