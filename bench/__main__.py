@@ -1,4 +1,5 @@
-"""``python -m bench SUITE... [--device cpu|cuda] [--quick] [--json FILE]`` and ``python -m bench report``."""
+"""``python -m bench SUITE... [--device cpu|cuda] [--quick] [--json FILE]``, and what needs no timing: ``python -m bench
+report`` (tables from records), ``sass`` (the kernels' machine code), ``roofline`` (floors of bytes and operations)."""
 
 import argparse
 import sys
@@ -13,12 +14,16 @@ from . import plots, readme, report
 from .records import RESULTS, ROOT, Record, append, until
 from .suites import SUITES, cases
 
+ALONE = ("report", "sass", "roofline")  # commands that measure nothing
+
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("suites", nargs="+", choices=[*SUITES, "report"], metavar="SUITE", help=", ".join(SUITES))
+    parser.add_argument(
+        "suites", nargs="+", choices=[*SUITES, *ALONE], metavar="SUITE", help=", ".join((*SUITES, *ALONE))
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    quick_help = "tiny shapes and few rounds, which show that a suite works; recorded only where --results is given"
+    quick_help = "tiny shapes and few rounds, recorded only where --results is given; sass: sm_90 alone for variants"
     parser.add_argument("--quick", action="store_true", help=quick_help)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write this run's records there too")
     parser.add_argument("--results", type=Path, metavar="DIR", help=f"where records are (default: {RESULTS})")
@@ -26,10 +31,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--since", metavar="UTC", help="report: a text table of the records made since then")
     readme_help = "report: rewrite what is between the markers of README.md (or FILE)"
     parser.add_argument("--readme", type=Path, nargs="?", const=ROOT / "README.md", metavar="FILE", help=readme_help)
+    parser.add_argument("--case", default="", metavar="PREFIX", help="sass: only the cases whose name starts so")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="report: write PNG files there")
     options = parser.parse_args(arguments)
-    if "report" in options.suites and len(options.suites) > 1:
-        parser.error("'report' stands alone: it reads records and measures nothing")
+    for command in ALONE:
+        if command in options.suites and len(options.suites) > 1:
+            parser.error(f"'{command}' stands alone: it measures nothing")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: torch sees no CUDA device here; use --device cpu")
     return options
@@ -50,6 +57,18 @@ def make_report(options: argparse.Namespace) -> int:
     elif not (options.readme or options.plots):
         print(report.markdown(results))
     return 0
+
+
+def read_machine_code(options: argparse.Namespace) -> int:
+    from . import sass
+
+    return sass.run(options)
+
+
+def model(options: argparse.Namespace) -> int:
+    from . import roofline
+
+    return roofline.run(options)
 
 
 def measure(options: argparse.Namespace) -> int:
@@ -101,7 +120,8 @@ def measure(options: argparse.Namespace) -> int:
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    return make_report(options) if options.suites == ["report"] else measure(options)
+    commands = {"report": make_report, "sass": read_machine_code, "roofline": model}
+    return commands.get(options.suites[0], measure)(options)
 
 
 if __name__ == "__main__":

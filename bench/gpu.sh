@@ -8,7 +8,8 @@
 # Without a GPU the same script rehearses on the CPU with tiny shapes.
 #
 # Variables: PYTHON (python3); TESTS and SUITES, what to run, in this order (empty: nothing; suites joined by a comma share
-# a process); QGNN_COMMIT, the commit of a copy without .git, with a + at its end if it was modified.
+# a process; `sanitize` is no suite but each kernel once under compute-sanitizer); SANITIZER, that tool, looked for if
+# not given; QGNN_COMMIT, the commit of a copy without .git, with a + at its end if it was modified.
 set -uo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -16,7 +17,7 @@ out=${1:-}
 budget=${2:-400}
 python=${PYTHON:-python3}
 tests=${TESTS-tests/kernels tests/ops tests/nn}
-suites=${SUITES-train layer spmm matmul sddmm,softmax quantize,blocks memory}
+suites=${SUITES-device train layer spmm matmul quantize sanitize sddmm,softmax blocks memory}
 started=$(date -u +%Y-%m-%dT%H:%M:%S)
 failures=()
 
@@ -65,9 +66,34 @@ if [ -n "$tests" ]; then
     tail -n 1 "$out/tests.log"
 fi
 
+# Out-of-bounds accesses: torch's cache of memory would hide them. Without a GPU the same calls run in the interpreter.
+sanitize() {
+    if [ "$device" = cpu ]; then
+        TRITON_INTERPRET=1 timeout --kill-after=5 "$1" "$python" "${isolated[@]}" -m bench.sanitize
+        return
+    fi
+    local tool
+    tool=${SANITIZER-$(command -v compute-sanitizer || ls -d /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)}
+    if [ -z "$tool" ]; then
+        echo "compute-sanitizer: not on this machine, memory accesses were not checked"
+        return 0
+    fi
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout --kill-after=5 "$1" "$tool" --tool memcheck --error-exitcode 86 \
+        "$python" "${isolated[@]}" -m bench.sanitize
+}
+
 for suite in $suites; do
     if [ "$(left)" -lt 15 ]; then
         failures+=("$suite (no time left)")
+        continue
+    fi
+    if [ "$suite" = sanitize ]; then
+        limit=$(($(left) < 90 ? $(left) : 90))
+        sanitize "$limit" >"$out/sanitize.log" 2>&1
+        status=$?
+        echo "== sanitize: exit status $status after $SECONDS s"
+        tail -n $((status == 0 ? 2 : 12)) "$out/sanitize.log" | cut -c1-160
+        [ $status -eq 0 ] || failures+=("sanitize (exit status $status)")
         continue
     fi
     # A case is not started in the last fifth of the time, and whatever hangs is ended.

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .records import Record
-from .summary import OURS, WARM, WHOLE, Line, lines, machines
+from .summary import APART, OURS, WARM, WHOLE, Line, lines, machines
 
 COLORS = {"quantized": "#1f77b4", "full": "#9ecae1", "peak": "#c6c6c6", "kept": "#525252"}
 
@@ -16,7 +16,7 @@ def write(results: Path, folder: Path) -> list[Path]:
     written = []
     for machine, groups in machines(results).items():
         # A bar is a ratio, and a warm pass has none.
-        speed = [n for n in lines(groups) if n.suite != "memory" and n.pass_ != WARM and _factors(n)]
+        speed = [n for n in lines(groups) if n.suite not in APART and n.pass_ != WARM and _factors(n)]
         memory = [record for group in groups if group[0]["suite"] == "memory" for record in group if record["ok"]]
         plots: dict[str, tuple[Any, Sequence[Any]]] = {
             "steps": (_draw_speed, [line for line in speed if line.suite in WHOLE]),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .records import Record, read
-from .summary import FP32, WARM, latest, machines, provenance, rival, table
+from .summary import APART, FP32, WARM, copy_bandwidth, latest, machines, provenance, rival, table
 
 COLUMNS = ("case", "pass", "provider", "ms", "p20-p80", "GB/s", "peak MiB", "saved MiB", "error", "x fp32", "x bf16")
 
@@ -15,12 +15,13 @@ def _number(value: float | None, digits: str = ".3g") -> str:
     return "" if value is None else format(value, digits)
 
 
-def rows(group: Sequence[Record]) -> list[tuple[str, ...]]:
+def rows(group: Sequence[Record], copy: float | None = None) -> list[tuple[str, ...]]:
     """Table rows of one case and pass, the fastest provider first, failures last.
 
-    There is no ratio of times that leave quantization out, or that were not measured in turn in one process.
+    There is no ratio of times that leave quantization out, or that were not measured in turn in one process. With
+    ``copy``, the bandwidth of a copy in the same run, bytes a second are shown as a share of it too.
     """
-    is_fair = group[0]["pass"] != WARM and group[0]["suite"] != "memory"
+    is_fair = group[0]["pass"] != WARM and group[0]["suite"] not in APART
     rivals = [rival(group, *FP32), rival(group, "bf16")] if is_fair else [None, None]
     result = []
     for record in sorted(group, key=lambda record: (not record["ok"], record["median_ms"] or 0.0)):
@@ -33,7 +34,7 @@ def rows(group: Sequence[Record]) -> list[tuple[str, ...]]:
                 record["provider"],
                 f"{ms:.4g}" if record["ok"] else "FAILED",
                 f"{record['p20_ms']:.3g}-{record['p80_ms']:.3g}" if record["ok"] else "",
-                "" if ms is None or record["bytes"] is None else f"{record['bytes'] / ms / 1e6:.3g}",
+                _bandwidth(record, copy),
                 _number(record["peak_mib"]),
                 _number(record["saved_mib"]),
                 _number(record["error"], ".2g"),
@@ -43,17 +44,32 @@ def rows(group: Sequence[Record]) -> list[tuple[str, ...]]:
     return result
 
 
-def text_table(groups: Sequence[Sequence[Record]]) -> str:
+def _bandwidth(record: Record, copy: float | None) -> str:
+    if record["median_ms"] is None or record["bytes"] is None:
+        return ""
+    rate = 1e3 * record["bytes"] / record["median_ms"]
+    return f"{rate / 1e9:.3g}" + (f" ({rate / copy:.0%})" if copy else "")
+
+
+def text_table(groups: Sequence[Sequence[Record]], copy: float | None = None) -> str:
     """A line a case, below it one a provider; columns without a value are left out."""
     lines = [[""] * 3 + list(COLUMNS[3:])]
     for group in groups:
         first = group[0]
         lines.append([f"{first['suite']}  {first['case']}  {first['pass']}"])
-        lines += [["", "", f"  {line[2]}", *line[3:]] for line in rows(group)]
-    full = [line for line in lines if len(line) > 1]
-    used = [i for i in range(2, len(COLUMNS)) if any(line[i] for line in full)]
-    width = {i: max(len(line[i]) for line in full) for i in used}
-    padded = [line if len(line) == 1 else [line[i].ljust(width[i]) for i in used] for line in lines]
+        lines += [["", "", f"  {line[2]}", *line[3:]] for line in rows(group, copy)]
+    used = [i for i in range(2, len(COLUMNS)) if any(line[i] for line in lines if len(line) > 1)]
+    return aligned([line if len(line) == 1 else [line[i] for i in used] for line in lines])
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Columns of even width; a line of a single cell runs across them."""
+    columns = zip(*(line for line in lines if len(line) > 1), strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    padded = [
+        line if len(line) == 1 else [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        for line in lines
+    ]
     return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
@@ -97,4 +113,8 @@ def markdown(results: Path) -> str:
 def compact(results: Path, since: str) -> str:
     """The latest records made at ``since`` (UTC, ISO 8601) or later as one text table."""
     groups = latest([record for _, record in read(results) if record["utc"] >= since])
-    return f"{provenance(groups)}\n{text_table(groups)}" if groups else "no records"
+    if not groups:
+        return "no records"
+    copy = copy_bandwidth(groups)
+    note = f"; a copy reads and writes {copy / 1e9:.4g} GB/s, shares of it in brackets" if copy else ""
+    return f"{provenance(groups)}{note}\n{text_table(groups, copy)}"

@@ -38,6 +38,7 @@ PAIRS = {
     ),
     "codes-in": (("onednn.qlinear int8", "torch fp32"), ("torch._int_mm int8", "torch fp32")),
 }
+APART = ("memory", "device")  # suites without a speed-up: one a process, and what the machine allows
 WHOLE = ("train", "layer")  # suites that README shows at once; the primitives fold
 
 
@@ -67,6 +68,17 @@ def rival(group: Sequence[Record], *precisions: str) -> Record | None:
     others = [r for r in group if r["ok"] and not r["provider"].startswith((OURS, CEILING))]
     fitting = [r for r in others if not precisions or r["provider"].endswith(precisions)]
     return min(fitting, key=lambda record: record["median_ms"], default=None)
+
+
+def copy_bandwidth(groups: Sequence[Sequence[Record]]) -> float | None:
+    """Bytes a second, read and written, of the copy that the suite ``device`` measured."""
+    rates = [
+        1e3 * record["bytes"] / record["median_ms"]
+        for group in groups
+        for record in group
+        if record["suite"] == "device" and record["provider"] == f"{CEILING}: copy" and record["ok"]
+    ]
+    return max(rates, default=None)
 
 
 def commit_of(record: Record) -> str:
@@ -195,7 +207,7 @@ def region(results: Path) -> str:
     parts = []
     for machine, groups in machines(results).items():
         parts.append(f"**{machine}**: {provenance(groups)}")
-        speed = [line for line in lines(groups) if line.suite != "memory"]
+        speed = [line for line in lines(groups) if line.suite not in APART]
         if whole := [_speed_row(line) for line in speed if line.suite in WHOLE]:
             parts.append(table(SPEED, whole))
         if memory := [_memory_row(record) for group in groups if group[0]["suite"] == "memory" for record in group]:

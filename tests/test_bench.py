@@ -25,9 +25,9 @@ records = importlib.import_module("bench.records")
 suites = importlib.import_module("bench.suites")
 
 
-def gpu_script(out: Path, test: Path, suites: str) -> subprocess.CompletedProcess:
+def gpu_script(out: Path, test: Path | str, suites: str, **variables: str) -> subprocess.CompletedProcess:
     """bench/gpu.sh as on a machine without a GPU, with one small test file in place of the kernels' tests."""
-    environment = {**os.environ, "PYTHON": sys.executable, "TESTS": str(test), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHON": sys.executable, "TESTS": str(test), "CUDA_VISIBLE_DEVICES": "", **variables}
     environment |= {"SUITES": suites, "OMP_NUM_THREADS": "1"}  # tiny shapes: threads would only wait for each other
     command = ["bash", str(ROOT / "bench" / "gpu.sh"), str(out), "1800"]  # seconds: a busy machine must not end it
     return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -38,7 +38,7 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Comp
     folder = tmp_path_factory.mktemp("rehearsal")
     test = folder / "test_small.py"
     test.write_text("def test_passes(): pass\n")
-    return gpu_script(folder / "out", test, ",".join(suites.SUITES)), folder / "out"
+    return gpu_script(folder / "out", test, f"{','.join(suites.SUITES)} sanitize"), folder / "out"
 
 
 def test_rehearsal_passes_and_ends_in_the_table(rehearsal: tuple[subprocess.CompletedProcess, Path]) -> None:
@@ -48,6 +48,9 @@ def test_rehearsal_passes_and_ends_in_the_table(rehearsal: tuple[subprocess.Comp
     table, last = result.stdout.strip().rsplit("\n", 1)
     assert last.startswith("all passed in ")
     assert "FAILED" not in table
+    assert re.search(r"^== sanitize: exit status 0 .*\n.*\n\d+ cases ran$", table, re.MULTILINE)
+    assert re.search(r"; a copy reads and writes \S+ GB/s", table)
+    assert re.search(r"^  ceiling: copy .* \(100%\)", table, re.MULTILINE)
     for suite in suites.SUITES:
         assert re.search(rf"^{suite}  \S+  (forward|backward|step|warm)\n  .*\d", table, re.MULTILINE)
 
@@ -74,7 +77,7 @@ def test_rehearsal_writes_whole_records(rehearsal: tuple[subprocess.CompletedPro
         assert (record["peak_mib"] is not None) == (suite == "memory")  # a CPU counts it for a whole process only
 
 
-@pytest.mark.parametrize("suite", suites.SUITES)
+@pytest.mark.parametrize("suite", [suite for suite in suites.SUITES if suite != "device"])
 def test_every_case_has_ours_and_a_rival(rehearsal: tuple[subprocess.CompletedProcess, Path], suite: str) -> None:
     providers: dict[tuple[str, str], set[str]] = {}
     for record in suite_records(rehearsal, suite):
@@ -87,6 +90,55 @@ def test_every_case_has_ours_and_a_rival(rehearsal: tuple[subprocess.CompletedPr
 def test_memory_of_a_step_holds_what_it_keeps(rehearsal: tuple[subprocess.CompletedProcess, Path]) -> None:
     for record in suite_records(rehearsal, "memory"):
         assert record["peak_mib"] > record["saved_mib"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("tool", "status", "said"),
+    [
+        (None, 0, "compute-sanitizer: not on this machine, memory accesses were not checked"),
+        ('echo "$*"', 0, "-m bench.sanitize"),
+        ("echo Invalid __global__ write; exit 86", 1, "failed: sanitize (exit status 86)"),
+    ],
+)
+def test_script_uses_the_sanitizer_where_it_is(tmp_path: Path, tool: str | None, status: int, said: str) -> None:
+    """On what says that it has a GPU: a python that answers so, and a stand-in for the tool, or none."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\n[[ "$2" == *is_available* ]] && echo cuda && exit\nexec {sys.executable} "$@"\n')
+    sanitizer = tmp_path / "sanitizer"
+    sanitizer.write_text(f"#!/bin/bash\n{tool}\n")
+    for path in (python, sanitizer):
+        path.chmod(0o755)
+    variables = {"PYTHON": str(python), "SANITIZER": "" if tool is None else str(sanitizer)}
+    result = gpu_script(tmp_path / "out", "", "sanitize", **variables)
+    assert result.returncode == status, result.stdout + result.stderr
+    assert said in result.stdout
+
+
+# Machines to measure on may have none of these.
+OPTIONAL = ("rich", "scipy", "matplotlib", "torch_scatter", "torch_sparse", "torchao", "dgl", "ogb", "pandas", "xdist")
+PROBE = f"""
+import importlib, pkgutil, sys
+sys.modules.update(dict.fromkeys({OPTIONAL}))
+import bench
+for module in pkgutil.walk_packages(bench.__path__, "bench."):
+    if module.name not in ("bench.sass.__main__", "bench.__main__"):
+        importlib.import_module(module.name)
+from bench.__main__ import main
+sys.exit(main(["softmax", "--device", "cpu", "--quick"]))
+"""
+
+
+def test_suites_need_no_optional_package() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((*sys.path, str(ROOT)))}
+    result = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "torch_scatter fp32: not available" in result.stderr
+
+
+def test_the_cache_is_read_whole_by_every_program() -> None:
+    read_l2 = importlib.import_module("bench.read_l2")
+    x = torch.randn(3 * read_l2.BLOCK)
+    assert torch.allclose(read_l2.read(x, 5), x.sum().expand(5), rtol=0, atol=1e-6 * float(x.abs().sum()))
 
 
 def test_script_reports_a_failed_test(tmp_path: Path) -> None:

@@ -274,3 +274,23 @@ def test_plots_show_the_factors(results: Path, monkeypatch: pytest.MonkeyPatch, 
     ]
     assert [plots._factors(line) for line in drawn["some-cpu-2-threads-steps"]] == [{"quantized": 2.5}]
     assert [record["provider"] for record in drawn["some-cpu-2-threads-memory"]] == ["qgnn int8", "pyg coo fp32"]
+
+
+def test_shares_of_a_copy_are_shown_where_one_was_measured_in_the_run(results: Path) -> None:
+    machine = results / STAMP.machine
+    assert "of a copy" not in report.compact(results, NEW)
+    copy = {"suite": "device", "case": "copy/1024MiB", "bytes": 6_000_000}
+    records.append(machine / "device.jsonl", [make_record("ceiling: copy", 1.0, OLD, **copy)])
+    assert "(" not in report.compact(results, NEW).partition("\n")[2]  # that of another run does not count
+    records.append(machine / "device.jsonl", [make_record("ceiling: copy", 2.0, **copy)])
+    first, _, table = report.compact(results, NEW).partition("\n")
+    assert first.endswith("; a copy reads and writes 3 GB/s, shares of it in brackets")
+    assert cells(table, "qgnn int8", "1.5 (50%)")  # 3 MB in 2 ms
+    assert "%" not in report.markdown(results)
+
+
+def test_what_the_machine_allows_is_no_line_of_the_readme(results: Path) -> None:
+    before = summary.region(results)
+    record = make_record("ceiling: int8", 1.0, suite="device", case="matmul/8192x8192x8192")
+    records.append(results / STAMP.machine / "device.jsonl", [record])
+    assert summary.region(results) == before

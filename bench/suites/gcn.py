@@ -25,6 +25,9 @@ from .inputs import INT8, OURS, Setting, csr_int32, graph, graph_name, randn, re
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "int8": 1e-1}
 
 
+LARGE = 100_000  # nodes
+
+
 class _BothWays(torch.autograd.Function):
     """A x with the transpose for the backward pass prepared, where torch.sparse.mm would transpose in every step."""
 
@@ -195,6 +198,10 @@ class Problem:
         matrix = self.adjacency(dtype)
         return self.work(PreparedConv, (matrix, csr_int32(matrix.t())), dtype=dtype, **how)
 
+    def bf16_in(self) -> Work:
+        """Ours between layers that hand each other bf16 rows."""
+        return self.work(partial(QGCNConv, cached=True, config=INT8), self.edge_index, dtype=torch.bfloat16)
+
     def bf16(self, setup: Callable[..., Work]) -> Work:
         require_bf16(self.setting)
         if self.dropout:
@@ -217,12 +224,15 @@ class Problem:
     def providers(self) -> Iterator[Provider]:
         for precision in OURS:
             yield Provider(f"qgnn {precision}", partial(self.ours, precision), TOLERANCE[precision])
+        if self.setting.is_cuda and not self.is_model:
+            yield Provider("qgnn bf16-in int8", self.bf16_in, TOLERANCE["int8"])
         for name, setup in (("pyg coo", self.coo), ("pyg csr", self.csr), ("torch csr both ways", self.prepared)):
             yield Provider(f"{name} fp32", setup, TOLERANCE["fp32"])
             if self.setting.is_cuda and setup != self.coo:
                 yield Provider(f"{name} tf32", tf32(setup), TOLERANCE["bf16"])
             if self.setting.is_cuda or setup == self.coo:  # torch multiplies sparse bf16 matrices on CUDA only
                 yield Provider(f"{name} bf16", partial(self.bf16, setup), TOLERANCE["bf16"])
-        if self.setting.is_cuda:  # minutes of compilation elsewhere, to no gain in sparse sums
+        # Compilation takes minutes on a CPU, to no gain in sparse sums, and too long to be repeated for each graph.
+        if self.setting.is_cuda and self.num_nodes > LARGE:
             compiled = partial(self.coo, compiled=True)
             yield Provider("pyg coo torch.compile fp32", compiled, TOLERANCE["fp32"])

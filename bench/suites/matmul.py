@@ -24,6 +24,7 @@ from .inputs import (
     csr_int32,
     gradients,
     num_rows,
+    package,
     randn,
     require_bf16,
     sparse_sum,
@@ -66,6 +67,18 @@ class Operands:
             raise UnavailableError("torch._int_mm wants more than 16 rows")
         return self.work(_int_mm, "forward")
 
+    def torchao(self) -> Work:
+        """Its linear layer with rows quantized as they come."""
+        quantization = package("torchao.quantization")
+        M, K = self.weight.shape
+        layer = torch.nn.Linear(K, M, device=self.x.device).requires_grad_(False)
+        layer.weight.copy_(self.weight)
+        layer.bias.copy_(self.bias)
+        model = torch.nn.Sequential(layer)  # it replaces the layers of a model
+        quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
+        x = self.x.detach()
+        return Work(lambda: model(x))
+
     def onednn(self) -> Work:
         _require_onednn(self.setting)
         return self.work(_onednn, "forward")
@@ -86,6 +99,11 @@ class Operands:
 def _bf16(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """As under autocast: operands cast on the way in, the result stays bf16."""
     return linear(x.bfloat16(), weight.bfloat16(), bias.bfloat16())
+
+
+def _bf16_in(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Ours between layers that hand each other bf16 rows: the cast, which is not ours, is in the times all the same."""
+    return functional.linear(x.bfloat16(), weight, bias, config=INT8)
 
 
 def _int_mm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -118,12 +136,15 @@ def _providers(operands: Operands, pass_: str) -> Iterator[Provider]:
     for precision, config in OURS.items():
         product = partial(functional.linear, config=config)
         yield Provider(f"qgnn {precision}", partial(operands.work, product, pass_), TOLERANCE[precision])
+    if operands.setting.is_cuda and pass_ == "forward":
+        yield Provider("qgnn bf16-in int8", partial(operands.work, _bf16_in, pass_), TOLERANCE["int8"])
     yield Provider("torch fp32", partial(operands.work, linear, pass_), TOLERANCE["fp32"])
     if operands.setting.is_cuda:
         yield Provider("torch tf32", tf32(partial(operands.work, linear, pass_)), TOLERANCE["tf32"])
     yield Provider("torch bf16", partial(operands.bf16, pass_), TOLERANCE["bf16"])
     if pass_ == "forward":  # the integer products of torch have no gradient
         yield Provider("torch._int_mm int8", operands.int_mm, TOLERANCE["int8"])
+        yield Provider("torchao int8", operands.torchao, TOLERANCE["int8"])
         yield Provider("onednn.qlinear int8", operands.onednn, TOLERANCE["int8"])
 
 

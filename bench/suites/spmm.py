@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch_geometric import EdgeIndex
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import scatter
 
@@ -16,7 +17,7 @@ from qgnn import functional
 from qgnn.qtensor import QTensor
 
 from ..harness import Case, Provider, UnavailableError, Work
-from .inputs import OURS, TOLERANCE, Setting, csr_int32, gradients, graph, graph_name, package, randn
+from .inputs import INT8, OURS, TOLERANCE, Setting, csr_int32, gradients, graph, graph_name, package, randn
 
 
 class Operands:
@@ -58,7 +59,7 @@ class Operands:
             return [scatter(x[source], target, dim=0, dim_size=self.num_nodes, reduce="max")]
         return [torch.sparse.mm(self.csr(pass_, torch.float64), x)]
 
-    def ours(self, pass_: str, reduce: str, config: qgnn.QConfig | None) -> Work:
+    def ours(self, pass_: str, reduce: str, config: qgnn.QConfig | None, dtype: torch.dtype = torch.float32) -> Work:
         prepared = qgnn.Graph.from_edge_index(self.edge_index, self.num_nodes)
 
         def forward(x: Tensor | QTensor) -> Tensor:
@@ -66,17 +67,13 @@ class Operands:
 
         if pass_ == "backward":
             return Work(gradients(lambda: forward(self.x), [self.x], self.grad))
-        operand = self.operand(pass_)
+        operand = self.operand(pass_).to(dtype)
         x = functional.quantize(operand, config) if pass_ == "warm" and config is not None else operand
         return Work(lambda: forward(x))
 
-    def torch_sum(self, pass_: str) -> Work:
-        """The reduction selects a kernel of torch's own in place of MKL's."""
+    def torch_reduce(self, pass_: str, reduce: str) -> Work:
         if self.x.is_cuda:
             raise UnavailableError("torch.sparse.mm takes a reduction on the CPU only")
-        return self.torch_reduce(pass_, "sum")
-
-    def torch_reduce(self, pass_: str, reduce: str) -> Work:
         matrix, x = self.csr(pass_), self.operand(pass_)
         return Work(lambda: torch.sparse.mm(matrix, x, reduce))
 
@@ -100,6 +97,23 @@ class Operands:
         indptr = matrix.crow_indices().long()
         return Work(lambda: segment_csr(messages(), indptr, reduce=reduce))
 
+    def edge_index_matmul(self, pass_: str) -> Work:
+        """PyG's EdgeIndex, sorted by targets and with its caches filled."""
+        size = (self.num_nodes, self.num_nodes)
+        edges, order = EdgeIndex(self.ends(pass_), sparse_size=size).sort_by("col")
+        edges.fill_cache_()
+        weight = None if self.weight is None else self.weight[order]
+        x = self.operand(pass_)
+        return Work(lambda: edges.matmul(x, input_value=weight, transpose=True))
+
+    def dgl(self, pass_: str) -> Work:
+        dgl = package("dgl")
+        graph = dgl.graph(tuple(self.ends(pass_)), num_nodes=self.num_nodes)
+        x, weight = self.operand(pass_), self.weight
+        if weight is None:
+            return Work(lambda: dgl.ops.copy_u_sum(graph, x))
+        return Work(lambda: dgl.ops.u_mul_e_sum(graph, x, weight[:, None]))
+
 
 def _messages(x: Tensor, source: Tensor, weight: Tensor | None) -> Tensor:
     rows = x.index_select(0, source)
@@ -110,9 +124,15 @@ def _providers(operands: Operands, pass_: str, reduce: str) -> Iterator[Provider
     for precision, config in OURS.items():
         setup = partial(operands.ours, pass_, reduce, config)
         yield Provider(f"qgnn {precision}", setup, TOLERANCE[precision])
+    if operands.x.is_cuda and pass_ == "forward":
+        setup = partial(operands.ours, pass_, reduce, INT8, torch.bfloat16)
+        yield Provider("qgnn bf16-in int8", setup, TOLERANCE["int8"])
     if reduce == "sum":
-        yield Provider("torch.sparse sum fp32", partial(operands.torch_sum, pass_), TOLERANCE["fp32"])
+        yield Provider("torch.sparse sum fp32", partial(operands.torch_reduce, pass_, "sum"), TOLERANCE["fp32"])
         yield Provider("torch.sparse csr fp32", partial(operands.torch_mm, pass_, torch.float32), TOLERANCE["fp32"])
+        if pass_ != "warm":
+            yield Provider("pyg EdgeIndex fp32", partial(operands.edge_index_matmul, pass_), TOLERANCE["fp32"])
+            yield Provider("dgl fp32", partial(operands.dgl, pass_), TOLERANCE["fp32"])
         if operands.x.is_cuda:  # torch multiplies sparse bf16 matrices there only
             yield Provider(
                 "torch.sparse csr bf16", partial(operands.torch_mm, pass_, torch.bfloat16), TOLERANCE["bf16"]

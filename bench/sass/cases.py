@@ -1,0 +1,145 @@
+"""The calls of launchers that are compiled, by name; a kernel that none of them launches fails a test.
+
+To add one: a line in ``make_cases``, for a new kernel another one in ``WORK`` and its budget in
+tests/kernels/test_aot.py. The same calls run on a GPU where compute-sanitizer watches them: ``bench.sanitize``.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from qgnn.kernels.matmul import matmul, matmul_dw, matmul_requantize
+from qgnn.kernels.memory import empty_codes
+from qgnn.kernels.quantize import quantize
+from qgnn.kernels.sddmm import sddmm
+from qgnn.kernels.spmm import spmm, spmm_requantize
+from torch import Tensor
+
+MEAN_DEGREE = 14
+
+
+class _Inputs:
+    """Operands of a graph with equal degrees and of products, valid ones, so that the kernels can also run."""
+
+    def __init__(self, device: torch.device, num_nodes: int) -> None:
+        self.device, self.num_nodes = device, num_nodes
+        self.seed = torch.zeros(1, dtype=torch.int64, device=device)
+        self.scale = self.vector(num_nodes)
+        self.weight = self.vector(num_nodes * MEAN_DEGREE)
+
+    def vector(self, size: int) -> Tensor:
+        return torch.ones(size, device=self.device)
+
+    def graph(self, degree: int = MEAN_DEGREE) -> tuple[Tensor, Tensor]:
+        indptr = torch.arange(self.num_nodes + 1, dtype=torch.int32, device=self.device) * degree
+        index = torch.arange(self.num_nodes * degree, dtype=torch.int32, device=self.device) % self.num_nodes
+        return indptr, index
+
+    def codes(self, width: int, num_rows: int = 0) -> Tensor:
+        return empty_codes(num_rows or self.num_nodes, width, self.device).fill_(1)
+
+    def rows(self, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.ones((self.num_nodes, width), dtype=dtype, device=self.device)
+
+    def columns(self, width: int) -> Tensor:
+        return torch.ones((width, self.num_nodes), device=self.device).t()
+
+    def product(self, function: Callable[..., Any], K: int, M: int, **kwargs: Any) -> Callable[[], Any]:
+        return lambda: function(self.codes(K), self.scale, self.codes(K, M), self.vector(M), **kwargs)
+
+
+def make_cases(device: torch.device, num_nodes: int) -> dict[str, Callable[[], Any]]:
+    """Calls of the launchers, by name."""
+    made = _Inputs(device, num_nodes)
+
+    def int8_spmm(x: Tensor, **kwargs: Any) -> Tensor:
+        return spmm(*made.graph(), x, weight=made.weight, x_scale=made.scale, **kwargs)
+
+    def int8_spmm_requantize(x: Tensor, weight: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return spmm_requantize(*made.graph(), x, weight=weight, x_scale=made.scale, seed=made.seed, **kwargs)
+
+    def int8_sddmm(x: Tensor) -> Tensor:
+        return sddmm(*made.graph(), x, x, target_scale=made.scale, source_scale=made.scale)
+
+    return {
+        "quantize/fp32/F128": lambda: quantize(made.rows(128), seed=made.seed),
+        "quantize/fp32/F128/column_major": lambda: quantize(made.columns(128), seed=made.seed),
+        "quantize/bf16/F256/nearest": lambda: quantize(made.rows(256, torch.bfloat16)),
+        "quantize/fp32/F16": lambda: quantize(made.rows(16), seed=made.seed),
+        "quantize/fp32/F100": lambda: quantize(made.rows(100), seed=made.seed),
+        "quantize/fp32/F1433/two_passes": lambda: quantize(made.rows(1433), seed=made.seed),
+        "quantize/fp32/F256/block": lambda: quantize(made.rows(256), granularity="block", seed=made.seed),
+        "quantize/fp32/F256/tensor": lambda: quantize(made.rows(256), granularity="tensor", seed=made.seed),
+        "matmul/fp32/K128/M256": made.product(matmul, 128, 256),
+        "matmul/bf16/K256/M128/bias": made.product(matmul, 256, 128, bias=made.vector(128), out_dtype=torch.bfloat16),
+        "matmul/fp32/K256/M256": made.product(matmul, 256, 256),
+        "matmul/fp32/K100/M47": made.product(matmul, 100, 47),
+        "matmul_requantize/K128/M256": made.product(matmul_requantize, 128, 256, seed=made.seed),
+        "matmul_requantize/K128/M256/nearest": made.product(matmul_requantize, 128, 256),
+        "matmul_requantize/K256/M256": made.product(matmul_requantize, 256, 256, seed=made.seed),
+        "matmul_requantize/K256/M64": made.product(matmul_requantize, 256, 64, seed=made.seed),
+        "matmul_dw/K128/M256": lambda: matmul_dw(made.codes(256), made.scale, made.codes(128), made.scale),
+        "matmul_dw/K256/M256": lambda: matmul_dw(made.codes(256), made.scale, made.codes(256), made.scale),
+        "matmul_dw/K100/M47": lambda: matmul_dw(made.codes(47), made.scale, made.codes(100), made.scale),
+        "spmm/int8/F64": lambda: int8_spmm(made.codes(64)),
+        "spmm/int8/F128": lambda: int8_spmm(made.codes(128)),
+        "spmm/int8/F256/epilogue": lambda: int8_spmm(made.codes(256), row_factor=made.scale, bias=made.vector(256)),
+        "spmm/int8/F100": lambda: int8_spmm(made.codes(100)),
+        "spmm/int8/F602": lambda: int8_spmm(made.codes(602)),
+        "spmm/int8/F128/degree51": lambda: spmm(*made.graph(51), made.codes(128), x_scale=made.scale),
+        "spmm/fp32/F128": lambda: spmm(*made.graph(), made.rows(128), weight=made.weight),
+        "spmm/bf16/F128": lambda: spmm(*made.graph(), made.rows(128, torch.bfloat16), weight=made.weight),
+        "spmm_requantize/F256": lambda: int8_spmm_requantize(
+            made.codes(256), weight=made.weight, row_factor=made.scale
+        ),
+        "spmm_requantize/F1024": lambda: int8_spmm_requantize(made.codes(1024)),
+        "sddmm/int8/F128": lambda: int8_sddmm(made.codes(128)),
+        "sddmm/int8/F602": lambda: int8_sddmm(made.codes(602)),
+        "sddmm/fp32/F128": lambda: sddmm(*made.graph(), made.rows(128), made.rows(128)),
+    }
+
+
+# What most models spend their time in, every kernel among it; the variants are compiled for fewer architectures.
+MAIN = {
+    "quantize/fp32/F128",
+    "matmul/fp32/K128/M256",
+    "matmul_requantize/K128/M256",
+    "matmul_dw/K128/M256",
+    "spmm/int8/F256/epilogue",
+    "spmm_requantize/F256",
+    "sddmm/int8/F128",
+}
+
+
+class Work(NamedTuple):
+    """What instructions of a kernel are divided by.
+
+    Args:
+        unit: What an element is.
+        elements: How many of them a program deals with, from the arguments of a launch; in one trip of its longest
+            innermost loop if ``in_loop`` and there is one.
+        in_loop: Whether the loop's instructions count, and not all.
+    """
+
+    unit: str
+    elements: Callable[[dict[str, Any]], int]
+    in_loop: bool = True
+
+
+def _tile(*sizes: str) -> Callable[[dict[str, Any]], int]:
+    return lambda launch: functools.reduce(lambda product, name: product * launch[name], sizes, 1)
+
+
+_GATHERED = Work("gathered value", _tile("ROWS", "BLOCK_E", "BLOCK_F"))
+
+WORK: dict[str, Work] = {
+    "_quantize_kernel": Work("value", _tile("BLOCK_N", "BLOCK_F")),
+    "_matmul_kernel": Work("output", _tile("BLOCK_N", "BLOCK_M"), in_loop=False),
+    "_matmul_requantize_kernel": Work("output", _tile("BLOCK_N", "BLOCK_M"), in_loop=False),
+    "_matmul_dw_kernel": Work("code", lambda launch: launch["BLOCK_N"] * (launch["BLOCK_M"] + launch["BLOCK_K"])),
+    "_add_partials_kernel": Work("output", _tile("BLOCK"), in_loop=False),
+    "_spmm_kernel": _GATHERED,
+    "_spmm_requantize_kernel": _GATHERED,
+    "_sddmm_kernel": _GATHERED,
+}
