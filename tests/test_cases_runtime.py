@@ -67,6 +67,7 @@ def test_every_operator_has_a_fake() -> None:
     for index in (graph.csr, graph.csc):
         for name, value in vars(index).items():
             object.__setattr__(index, name, mode.from_tensor(value))
+    graph._shared["target"] = mode.from_tensor(graph.target)
     fakes = [mode.from_tensor(t).requires_grad_() for t in inputs]
     config = QConfig()
     with mode, seen:
@@ -82,6 +83,7 @@ def test_every_operator_has_a_fake() -> None:
             functional.graph_linear(graph, x, theta, bias, weight, config=config),
             functional.sddmm(graph, x, x, config=config),
             functional.edge_softmax(graph, weight),
+            functional.incidence_sum(graph, weight, config=config),
             functional.attention_weights(graph, x, x),
         ):
             grads = torch.autograd.grad(out.sum(), fakes, allow_unused=True)
