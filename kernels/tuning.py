@@ -39,6 +39,13 @@ def quantize(group: int) -> Config:
     return {"BLOCK_N": max(1, 4096 // block_f) if block_f >= 16 else 256, "BLOCK_F": block_f, **_options(4)}
 
 
+def add_partials(size: int, splits: int) -> Config:
+    """Tiles of [partial results, elements], 16 elements a thread; as few elements as keep all multiprocessors busy, but
+    whole sectors of memory."""
+    block = _power_of_two(size // 264, 16, 256)
+    return {"BLOCK_S": _power_of_two(splits, 1, 2048 // block), "BLOCK": block, **_options(4)}
+
+
 def matmul(num_inputs: int, num_outputs: int) -> Config:
     """int8 product: at most 64 accumulators a thread, 3 to 4 tiles of the operands in flight."""
     block_m = _power_of_two(num_outputs, 16, 128)
@@ -65,9 +72,9 @@ def matmul_requantize(num_inputs: int, num_outputs: int) -> Config:
 
 
 def matmul_dw(num_inputs: int, num_outputs: int, arch: int) -> Config:
-    """fp16 product over rows. Hopper's products read their operands from shared memory and leave registers for a wide
-    tile."""
-    wide = 128 if 90 <= arch < 100 else 64
+    """fp16 product over rows. The products of Hopper and of Blackwell (but for sm_120) read their operands from shared
+    memory and leave registers for a wide tile, which loads each operand less often."""
+    wide = 128 if 90 <= arch < 120 else 64
     block_m = _power_of_two(num_outputs, 16, wide)
     block_k = _power_of_two(num_inputs, 16, 128)
     return {
