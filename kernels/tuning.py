@@ -71,6 +71,45 @@ def matmul_requantize(num_inputs: int, num_outputs: int) -> Config:
     }
 
 
+FUSED_MAX_INPUTS = 512  # the widest rows that are rounded and multiplied by one program
+_FUSED_MAX_SHARED = 96 << 10  # what every GPU from sm_80 on has; the operands of the product lie in shared memory
+
+
+def quantize_matmul(num_inputs: int, num_outputs: int) -> Config | None:
+    """Rounding and int8 product in one kernel: 32 elements of the rows a thread (64 of wide rows), and 8 to 16
+    accumulators in each step over the output. ``None``: rows that do not fit take two kernels."""
+    if num_inputs > FUSED_MAX_INPUTS:
+        return None
+    block_k = _power_of_two(num_inputs, 32, FUSED_MAX_INPUTS)
+    return {
+        "BLOCK_N": 64 if block_k <= 128 else 32,
+        "BLOCK_M": _power_of_two(num_outputs, 16, 64),
+        "BLOCK_K": block_k,
+        **_options(8 if block_k >= 128 else 4),
+    }
+
+
+def quantize_matmul_requantize(num_inputs: int, num_outputs: int) -> Config | None:
+    """The same with whole output rows, at most 64 accumulators a thread. ``None``: rows of the input or of the output,
+    or the weight that lies in shared memory, do not fit; that takes two kernels."""
+    if num_inputs > FUSED_MAX_INPUTS or num_outputs > REQUANTIZE_MAX_OUTPUTS:
+        return None
+    block_k = _power_of_two(num_inputs, 32, FUSED_MAX_INPUTS)
+    block_m = _power_of_two(num_outputs, 16, REQUANTIZE_MAX_OUTPUTS)
+    # More rows than these spill registers on one of the architectures or with one of the compiler's versions.
+    block_n = 64 if block_k == 128 or (block_k < 128 and block_m < 256) else 32
+    if block_k == 512 and block_m < 128:
+        block_n = 16
+    if block_k * (block_n + block_m) > _FUSED_MAX_SHARED:
+        return None
+    return {
+        "BLOCK_N": block_n,
+        "BLOCK_M": block_m,
+        "BLOCK_K": block_k,
+        **_options(8 if max(block_k, block_m) >= 128 else 4),
+    }
+
+
 def matmul_dw(num_inputs: int, num_outputs: int, arch: int) -> Config:
     """fp16 product over rows. The products of Hopper and of Blackwell (but for sm_120) read their operands from shared
     memory and leave registers for a wide tile, which loads each operand less often."""
