@@ -57,9 +57,9 @@ def quantize_grad_tiles(num_rows: int, block_n: int) -> int:
 
 
 def masked_grad(num_columns: int) -> Config:
-    """Elementwise: 16 elements a thread."""
+    """Elementwise: 32 elements a thread, whose bits are one word."""
     block_f = _power_of_two(num_columns, 8, 512)
-    return {"BLOCK_N": min(256, 2048 // block_f), "BLOCK_F": block_f, **_options(4)}
+    return {"BLOCK_N": min(256, 4096 // block_f), "BLOCK_F": block_f, **_options(4)}
 
 
 def add_partials(size: int, splits: int) -> Config:
