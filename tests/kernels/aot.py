@@ -21,15 +21,23 @@ from typing import Any
 import torch
 import triton
 from qgnn.kernels import tuning
-from qgnn.kernels.matmul import matmul, matmul_dw, matmul_requantize
+from qgnn.kernels.matmul import (
+    matmul,
+    matmul_dw,
+    matmul_requantize,
+    quantize_matmul,
+    quantize_matmul_requantize,
+)
 from qgnn.kernels.memory import empty_codes
-from qgnn.kernels.quantize import quantize
+from qgnn.kernels.quantize import masked_grad, quantize, quantize_grad
 from qgnn.kernels.sddmm import sddmm
 from qgnn.kernels.spmm import spmm, spmm_requantize
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, type_canonicalisation_dict
+
+from qgnn.activation import Activation, mask_width
 
 NUM_NODES = 4096
 MEAN_DEGREE = 14
@@ -54,6 +62,21 @@ def _product(function: Callable[..., Any], num_inputs: int, num_outputs: int, **
     return lambda: function(_codes(num_inputs), SCALE, weight, torch.empty(num_outputs), **kwargs)
 
 
+def _fused_product(
+    function: Callable[..., Any], num_inputs: int, num_outputs: int, dtype: torch.dtype = torch.float32, **kwargs: Any
+) -> Callable[[], Any]:
+    weight = _codes(num_inputs, num_outputs)
+    return lambda: function(_rows(num_inputs, dtype), weight, torch.empty(num_outputs), seed=SEED, **kwargs)
+
+
+def _mask(width: int) -> torch.Tensor:
+    return torch.zeros((NUM_NODES, mask_width(width)), dtype=torch.uint8)
+
+
+def _activation(width: int) -> Activation:
+    return Activation(relu=True, threshold=1 << 15, seed=SEED, stream=1, mask=_mask(width))
+
+
 _int8_spmm = functools.partial(spmm, INDPTR, INDEX, weight=WEIGHT, x_scale=SCALE)
 
 CASES: dict[str, Callable[[], Any]] = {
@@ -64,7 +87,28 @@ CASES: dict[str, Callable[[], Any]] = {
     "quantize/fp32/F1433/two_passes": lambda: quantize(_rows(1433), seed=SEED),
     "quantize/fp32/F256/block": lambda: quantize(_rows(256), granularity="block", seed=SEED),
     "quantize/fp32/F256/tensor": lambda: quantize(_rows(256), granularity="tensor", seed=SEED),
+    "quantize_grad/fp32/F128": lambda: quantize_grad(
+        _rows(128), seed=SEED, mask=_mask(128), factor=2.0, sum_columns=True
+    ),
+    "quantize_grad/bf16/F256": lambda: quantize_grad(
+        _rows(256, torch.bfloat16), seed=SEED, mask=_mask(256), factor=2.0, sum_columns=True
+    ),
+    "quantize_grad/fp32/F100/unmasked": lambda: quantize_grad(_rows(100), seed=SEED, sum_columns=True),
+    "masked_grad/fp32/F128": lambda: masked_grad(_rows(128), _mask(128), 2.0),
+    "quantize_matmul/fp32/K128/M256": _fused_product(quantize_matmul, 128, 256),
+    "quantize_matmul/fp32/K128/M256/activation": _fused_product(
+        quantize_matmul, 128, 256, bias=torch.empty(256), activation=_activation(256)
+    ),
+    "quantize_matmul/bf16/K256/M256/activation": _fused_product(
+        quantize_matmul, 256, 256, torch.bfloat16, out_dtype=torch.bfloat16, activation=_activation(256)
+    ),
+    "quantize_matmul/fp32/K500/M47": _fused_product(quantize_matmul, 500, 47),
+    "quantize_matmul_requantize/fp32/K128/M256": _fused_product(quantize_matmul_requantize, 128, 256),
+    "quantize_matmul_requantize/fp32/K256/M256": _fused_product(quantize_matmul_requantize, 256, 256),
+    "quantize_matmul_requantize/bf16/K512/M128": _fused_product(quantize_matmul_requantize, 512, 128, torch.bfloat16),
+    "quantize_matmul_requantize/fp32/K64/M256": _fused_product(quantize_matmul_requantize, 64, 256),
     "matmul/fp32/K128/M256": _product(matmul, 128, 256),
+    "matmul/fp32/K128/M256/activation": _product(matmul, 128, 256, activation=_activation(256)),
     "matmul/bf16/K256/M128/bias": _product(matmul, 256, 128, bias=torch.empty(128), out_dtype=torch.bfloat16),
     "matmul/fp32/K100/M47": _product(matmul, 100, 47),
     "matmul_requantize/K128/M256": _product(matmul_requantize, 128, 256, seed=SEED),
@@ -90,6 +134,9 @@ ARCHES = (80, 90, 100)
 # What most models spend their time in is compiled for every architecture, the variants of it for one.
 MAIN_CASES = {
     "quantize/fp32/F128",
+    "quantize_grad/fp32/F128",
+    "quantize_matmul/fp32/K128/M256/activation",
+    "quantize_matmul_requantize/fp32/K128/M256",
     "matmul/fp32/K128/M256",
     "matmul_requantize/K128/M256",
     "matmul_dw/K128/M256",
@@ -130,6 +177,8 @@ def _source(kernel: JITFunction, kwargs: dict[str, Any]) -> tuple[ASTSource, dic
         if isinstance(value, torch.Tensor):
             signature[name] = "*" + type_canonicalisation_dict[str(value.dtype).removeprefix("torch.")]
             aligned = value.data_ptr() % 16 == 0
+        elif isinstance(value, float):
+            signature[name], aligned = "fp32", False
         else:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             aligned = value % 16 == 0 and not parameter.do_not_specialize

@@ -61,7 +61,7 @@ def test_no_kernel_spills_registers(records: list[dict[str, Any]]) -> None:
 
 
 def test_integer_products_run_on_int8_tensor_cores(records: list[dict[str, Any]]) -> None:
-    for record in _select(records, "_matmul_kernel|_matmul_requantize_kernel"):
+    for record in _select(records, r"_(quantize_)?matmul(_requantize)?_kernel"):
         assert _count(record, r"(IMMA|IGMMA|UTCIMMA)\b.*") > 0, _where(record)
 
 
@@ -80,7 +80,7 @@ def test_rows_are_read_in_vectors_of_16_bytes(records: list[dict[str, Any]]) -> 
 
 
 def test_codes_are_written_in_vectors(records: list[dict[str, Any]]) -> None:
-    for record in _select(records, ".*quantize_kernel"):
+    for record in _select(records, ".*quantize(_grad)?_kernel"):
         assert _count(record, r"STG\b.*\.(64|128)\b.*") > 0, _where(record)
         assert _count(record, r"STG\b.*\.[US](8|16)\b.*") == 0, f"{_where(record)} stores codes one by one"
 
