@@ -1,28 +1,36 @@
 """Dense products of int8 codes.
 
-    matmul             y [N, M] = (x_q w_q^T) * x_scale * w_scale + bias, with x_q [N, K] and w_q [M, K]
-    matmul_requantize  the same without bias, rounded to int8 rows with a scale each
+    matmul                      y [N, M] = (x_q w_q^T) * x_scale * w_scale + bias, then ReLU and dropout, with
+                                x_q [N, K] and w_q [M, K]
+    matmul_requantize           the same without what follows the scales, rounded to int8 rows with a scale each
+    quantize_matmul             x_q, x_scale = quantize(x), then matmul
+    quantize_matmul_requantize  x_q, x_scale = quantize(x), then matmul_requantize
 
-``matmul_dw``, the product that contracts over rows, has its kernels in ``qgnn.kernels.matmul_dw``.
+The last two are one kernel where that fits (``qgnn.kernels.quantize_matmul``). ``matmul_dw``, the product that
+contracts over rows, has its kernels in ``qgnn.kernels.matmul_dw``.
 
 Numerics: integers are summed in int32, exactly (K up to 131,072); scales and bias are applied in fp32, one rounding
 each. The row scale of ``x`` does not enter requantized codes, only their scale. A NaN scale reaches exactly its own
 row.
 
-Oracle: qgnn.reference.matmul, matmul_requantize
+Oracle: qgnn.reference.matmul, matmul_requantize, quantize_matmul, quantize_matmul_requantize
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from qgnn.kernels import tuning
+from qgnn.kernels.epilogue import epilogue_arguments, finish_rows
 from qgnn.kernels.matmul_dw import matmul_dw
 from qgnn.kernels.memory import VECTOR_BYTES, code_stride, column_offsets, empty_codes, readable_width, scale_stride
 from qgnn.kernels.quantize import quantize
+from qgnn.kernels.quantize_matmul import quantize_matmul_fused, quantize_matmul_requantize_fused
 from qgnn.kernels.rounding import absmax_scale, load_seed, round_codes, row_absmax
 from torch import Tensor
 
-__all__ = ["matmul", "matmul_dw", "matmul_requantize"]
+__all__ = ["matmul", "matmul_dw", "matmul_requantize", "quantize_matmul", "quantize_matmul_requantize"]
 
 MAX_INPUTS = 131_072  # 131,072 * 127 * 127 < 2**31: the longest sum that int32 holds whatever the codes
 
@@ -59,16 +67,19 @@ def accumulate_int8(
     return acc
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "dropout_stream", "threshold", "factor"])
 def _matmul_kernel(
     # outputs
     out_ptr,
+    mask_ptr,
     # inputs
     x_ptr,
     x_scale_ptr,
     w_ptr,
     w_scale_ptr,
+    row_factor_ptr,
     bias_ptr,
+    dropout_seed_ptr,
     # sizes
     N,
     M: tl.constexpr,
@@ -80,9 +91,17 @@ def _matmul_kernel(
     stride_sn,
     stride_wm: tl.constexpr,
     stride_wk,
+    # scalars
+    dropout_stream,
+    threshold,
+    factor,
     # flags
     HAS_X_SCALE: tl.constexpr,
+    HAS_ROW_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    RELU: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     # tiles
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -105,8 +124,10 @@ def _matmul_kernel(
     if HAS_X_SCALE:
         y *= tl.load(x_scale_ptr + offs_n * stride_sn, mask=mask_n, other=0.0)[:, None]
     y *= tl.load(w_scale_ptr + offs_m, mask=mask_m, other=0.0)[None, :]
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + offs_m, mask=mask_m, other=0.0).to(tl.float32)[None, :]
+    y = finish_rows(
+        y, offs_n, mask_n, (pid % NUM_M) * BLOCK_M, row_factor_ptr, bias_ptr, mask_ptr, dropout_seed_ptr,
+        dropout_stream, threshold, factor, M, HAS_ROW_FACTOR, HAS_BIAS, RELU, DROPOUT, HAS_MASK, BLOCK_N, BLOCK_M,
+    )  # fmt: skip
 
     mask = mask_n[:, None] & mask_m[None, :]
     tl.store(out_ptr + offs_n[:, None] * M + offs_m[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
@@ -135,7 +156,13 @@ def _operands(x_q: Tensor, w_q: Tensor) -> tuple[Tensor, dict[str, int]]:
 
 
 def _matmul(
-    x_q: Tensor, x_scale: Tensor | None, w_q: Tensor, w_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    x_q: Tensor,
+    x_scale: Tensor | None,
+    w_q: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    activation: Any = None,
 ) -> Tensor:
     N, M = x_q.shape[0], w_q.shape[0]
     out = torch.empty((N, M), dtype=out_dtype, device=x_q.device)
@@ -150,11 +177,10 @@ def _matmul(
             x_scale_ptr=x_scale,
             w_ptr=w_q,
             w_scale_ptr=w_scale.contiguous(),
-            bias_ptr=None if bias is None else bias.contiguous(),
+            **epilogue_arguments(activation, bias=bias),
             **sizes,
             stride_sn=0 if x_scale is None else scale_stride(x_scale),
             HAS_X_SCALE=x_scale is not None,
-            HAS_BIAS=bias is not None,
             **config,
         )
     return out
@@ -168,9 +194,11 @@ def matmul(
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype = torch.float32,
+    activation: Any = None,
 ) -> Tensor:
-    """``x w^T + bias`` in ``out_dtype``; the parameters are those of :func:`qgnn.reference.matmul`."""
-    return _matmul(x_q, x_scale, w_q, w_scale, bias, out_dtype)
+    """``x w^T + bias`` and what follows it, in ``out_dtype``; the parameters are those of
+    :func:`qgnn.reference.matmul`."""
+    return _matmul(x_q, x_scale, w_q, w_scale, bias, out_dtype, activation)
 
 
 @triton.jit(do_not_specialize=["N", "stream"])
@@ -242,9 +270,7 @@ def matmul_requantize(
     rounded by a second kernel, to the same codes."""
     N, M = x_q.shape[0], w_q.shape[0]
     if M > tuning.REQUANTIZE_MAX_OUTPUTS:
-        codes, scale = quantize(
-            _matmul(x_q, None, w_q, w_scale, None, torch.float32), bits=bits, seed=seed, stream=stream
-        )
+        codes, scale = quantize(_matmul(x_q, None, w_q, w_scale), bits=bits, seed=seed, stream=stream)
         return codes, scale.mul_(x_scale)
     codes = empty_codes(N, M, x_q.device)
     if codes.numel() == 0:
@@ -270,3 +296,57 @@ def matmul_requantize(
             **config,
         )
     return codes, scale
+
+
+def quantize_matmul(
+    x: Tensor,
+    w_q: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    bits: int = 8,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    out_dtype: torch.dtype = torch.float32,
+    activation: Any = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(y, x_q, x_scale)``; the parameters are those of :func:`qgnn.reference.quantize_matmul`.
+
+    Up to 512 columns, one kernel reads ``x`` and writes its codes and the result. Wider rows do not fit the registers
+    of one program, so the codes are made by one kernel and read back by another: of fp32 rows that moves
+    ``4 N K + N K + N K`` bytes beside the result, where a kernel that reads ``x`` twice, for its absmax and for its
+    codes, would move ``4 N K + 4 N K + N K``."""
+    config = tuning.quantize_matmul(x.shape[1], w_q.shape[0])
+    if config is not None and x.numel() and w_q.numel():
+        return quantize_matmul_fused(
+            x, w_q, w_scale, bias,
+            bits=bits, seed=seed, stream=stream, out_dtype=out_dtype, activation=activation, config=config,
+        )  # fmt: skip
+    x_q, x_scale = quantize(x, bits=bits, seed=seed, stream=stream)
+    return _matmul(x_q, x_scale, w_q, w_scale, bias, out_dtype, activation), x_q, x_scale
+
+
+def quantize_matmul_requantize(
+    x: Tensor,
+    w_q: Tensor,
+    w_scale: Tensor,
+    *,
+    bits: int = 8,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    hidden_stream: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(h_q, h_scale, x_q, x_scale)``; the parameters are those of :func:`qgnn.reference.quantize_matmul_requantize`.
+
+    One kernel where rows of ``x``, rows of the output and the weight fit one program
+    (:func:`qgnn.kernels.tuning.quantize_matmul_requantize`): of fp32 rows it moves ``4 N K + N K + N M`` bytes. Two
+    kernels, :func:`qgnn.kernels.quantize.quantize` and :func:`matmul_requantize`, read ``N K`` more; and rows of more
+    than 256 outputs are written and read in fp32, ``8 N M`` more."""
+    config = tuning.quantize_matmul_requantize(x.shape[1], w_q.shape[0])
+    if config is not None and x.numel() and w_q.numel():
+        return quantize_matmul_requantize_fused(
+            x, w_q, w_scale, bits=bits, seed=seed, stream=stream, hidden_stream=hidden_stream, config=config
+        )
+    x_q, x_scale = quantize(x, bits=bits, seed=seed, stream=stream)
+    hidden = matmul_requantize(x_q, x_scale, w_q, w_scale, bits=bits, seed=seed, stream=hidden_stream)
+    return (*hidden, x_q, x_scale)

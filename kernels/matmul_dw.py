@@ -4,10 +4,11 @@
 
 Numerics: rows have different scales, so integers cannot be summed. The product of a row's two scales, relative to the
 largest of its chunk of rows, is folded into ``g`` in fp16. Codes are exact in fp16. A code ``g`` with the factor ``f``
-of its row, in a chunk whose largest factor is ``u``, is off by at most ``(2^-10 + 2^-21) |g f| + 2^-25 (|g| + 1) u``;
-the second term, the spacing of subnormal fp16, counts where ``f`` or ``g f`` is below ``2^-14 u``, and rows with a
-factor of at most ``2^-25 u`` vanish. Sums are fp32, and the partial results of the chunks are added in ascending
-order: deterministic, and no sum can overflow however many rows there are. A NaN scale makes the whole result NaN.
+of its row, in a chunk whose largest factor is ``u`` (at least ``2^-126``), is off by at most
+``(2^-10 + 2^-20) |g f| + 2^-25 (|g| + 1) u``; the second term, the spacing of subnormal fp16, counts where ``f`` or
+``g f`` is below ``2^-14 u``, and rows with a factor of at most ``2^-25 u`` vanish. Sums are fp32, and the partial
+results of the chunks are added in a fixed order: deterministic, and no sum can overflow however many rows there are. A
+NaN scale makes the whole result NaN.
 
 Oracle: qgnn.reference.matmul_dw
 """
@@ -19,6 +20,8 @@ from qgnn.kernels import tuning
 from qgnn.kernels.memory import column_offsets, readable_width, scale_stride
 from qgnn.kernels.rounding import int8_to_fp16
 from torch import Tensor
+
+_SMALLEST = tl.constexpr(2.0**-126)  # whose inverse is finite; smaller units lose digits below it
 
 
 @triton.jit(do_not_specialize=["N", "CHUNK"])
@@ -68,7 +71,8 @@ def _matmul_dw_kernel(
         g_scale = tl.load(g_scale_ptr + offs_n * stride_gsn, mask=offs_n < last, other=0.0)
         x_scale = tl.load(x_scale_ptr + offs_n * stride_xsn, mask=offs_n < last, other=0.0)
         largest = tl.maximum(largest, g_scale * x_scale)
-    unit = tl.max(largest, axis=0)
+    unit = tl.maximum(tl.max(largest, axis=0), _SMALLEST)
+    inverse = tl.div_rn(1.0, unit)
 
     acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     for n in range(first, last, BLOCK_N):
@@ -86,15 +90,15 @@ def _matmul_dw_kernel(
             mask=mask_n[:, None] & (offs_k < X_WIDTH)[None, :],
             other=0,
         )  # [BLOCK_N, BLOCK_K]
-        factor = g_scale * x_scale  # within [0, 1] of the unit; a NaN stays one, so that it shows in the result
-        factor = tl.where(unit > 0.0, tl.div_rn(factor, tl.where(unit > 0.0, unit, 1.0)), factor).to(tl.float16)
+        # Within [0, 1]; a NaN stays one, so that it shows in the result.
+        factor = (g_scale * x_scale * inverse).to(tl.float16)
         acc = tl.dot(tl.trans(int8_to_fp16(g) * factor[:, None]), int8_to_fp16(x), acc)
 
     offs = split * (M * K) + offs_m[:, None].to(tl.int64) * K + offs_k[None, :]
     tl.store(partial_ptr + offs, acc * unit, mask=(offs_m < M)[:, None] & (offs_k < K)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["SPLITS"])
 def _add_partials_kernel(
     # outputs
     out_ptr,
@@ -104,15 +108,33 @@ def _add_partials_kernel(
     SIZE,
     SPLITS,
     # tiles
+    BLOCK_S: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program owns ``BLOCK`` elements and adds their partial results in ascending order."""
+    """One program owns ``BLOCK`` elements. It adds every ``BLOCK_S``-th of their partial results in ascending order,
+    then those sums."""
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for _ in range(0, SPLITS):
-        total += tl.load(partial_ptr + offs, mask=offs < SIZE, other=0.0)
-        partial_ptr += SIZE
-    tl.store(out_ptr + offs, total, mask=offs < SIZE)
+    offs_s = tl.arange(0, BLOCK_S)
+    total = tl.zeros((BLOCK_S, BLOCK), tl.float32)
+    for first in range(0, SPLITS, BLOCK_S):
+        split = (first + offs_s).to(tl.int64)
+        mask = (split < SPLITS)[:, None] & (offs < SIZE)[None, :]
+        total += tl.load(partial_ptr + split[:, None] * SIZE + offs[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + offs, tl.sum(total, axis=0), mask=offs < SIZE)
+
+
+def add_partials(partial: Tensor) -> Tensor:
+    """Sum over the first axis of fp32 ``[SPLITS, ...]``, in an order that its shape fixes."""
+    splits, size = partial.shape[0], partial[0].numel()
+    if splits == 1:
+        return partial[0]
+    out = torch.empty(partial.shape[1:], dtype=torch.float32, device=partial.device)
+    config = tuning.add_partials(size, splits)
+    with torch.cuda.device_of(partial):
+        _add_partials_kernel[(triton.cdiv(size, config["BLOCK"]),)](
+            out_ptr=out, partial_ptr=partial, SIZE=size, SPLITS=splits, **config
+        )
+    return out
 
 
 def matmul_dw(g_q: Tensor, g_scale: Tensor, x_q: Tensor, x_scale: Tensor) -> Tensor:
@@ -147,17 +169,4 @@ def matmul_dw(g_q: Tensor, g_scale: Tensor, x_q: Tensor, x_scale: Tensor) -> Ten
             **config,
             BLOCK_SCALE=1024,
         )
-        if splits == 1:
-            return partial[0]
-        out = torch.empty((M, K), dtype=torch.float32, device=g_q.device)
-        block = 512
-        _add_partials_kernel[(triton.cdiv(M * K, block),)](
-            out_ptr=out,
-            partial_ptr=partial,
-            SIZE=M * K,
-            SPLITS=splits,
-            BLOCK=block,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
-    return out
+        return add_partials(partial)

@@ -1,19 +1,24 @@
 """Symmetric int8 codes of a matrix: ``x ~ x_q * x_scale``, one scale per row, per block of a row, or for the whole
-matrix.
+matrix; and the same of a gradient before an activation.
 
     x [N, F] fp32, fp16 or bf16, any strides  ->  x_q [N, F] int8, x_scale fp32 [N], [N, ceil(F / G)] or [1]
+    masked_grad [N, F] = grad * factor where the mask (uint8 [N, ceil(F / 8)]) has a bit, else 0
+    quantize_grad      = quantize(masked_grad) and the sums of its columns, fp32 [F]
 
 Numerics: everything is fp32; scales, codes and random bits are those of ``qgnn.kernels.rounding``, equal in every bit
 to the plain PyTorch definition. Rounding is stochastic with a seed and to nearest without one; both are
-deterministic. Rows of codes lie a multiple of 16 bytes apart, and what lies in the gap is undefined.
+deterministic, and so are the sums: each program adds its rows, then their results are added in a fixed order. Rows of
+codes lie a multiple of 16 bytes apart, and what lies in the gap is undefined.
 
-Oracle: qgnn.reference.quantize
+Oracle: qgnn.reference.quantize, quantize_grad, masked_grad
 """
 
 import torch
 import triton
 import triton.language as tl
 from qgnn.kernels import tuning
+from qgnn.kernels.epilogue import load_mask
+from qgnn.kernels.matmul_dw import add_partials
 from qgnn.kernels.memory import code_stride, column_offsets, empty_codes
 from qgnn.kernels.rounding import absmax_scale, load_seed, round_codes, row_absmax
 from torch import Tensor
@@ -140,3 +145,192 @@ def quantize(
             **config,
         )
     return codes, scale
+
+
+@triton.jit
+def load_grad(
+    grad_ptr,
+    mask_ptr,
+    offs_n,
+    mask_n,
+    first_col,
+    factor,
+    stride_gf,
+    F: tl.constexpr,
+    stride_gn: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """A tile of the gradient before the activation: fp32 [R, C]."""
+    offs_f = first_col + tl.arange(0, C)
+    grad_row = grad_ptr + offs_n[:, None] * stride_gn
+    mask = mask_n[:, None] & (offs_f < F)[None, :]
+    grad = tl.load(grad_row + column_offsets(offs_f, stride_gf)[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HAS_MASK:
+        grad = tl.where(load_mask(mask_ptr, offs_n, mask_n, first_col, F, R, C), grad * factor, 0.0)
+    return grad
+
+
+@triton.jit(do_not_specialize=["N", "TILES", "stream", "factor"])
+def _quantize_grad_kernel(
+    # outputs
+    q_ptr,
+    scale_ptr,
+    partial_ptr,
+    # inputs
+    grad_ptr,
+    mask_ptr,
+    seed_ptr,
+    # sizes
+    N,
+    F: tl.constexpr,
+    TILES,
+    # strides
+    stride_qn: tl.constexpr,
+    stride_gn: tl.constexpr,
+    stride_gf,
+    # scalars
+    stream,
+    factor,
+    # flags
+    QMAX: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr,
+    # tiles
+    BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """One program owns ``TILES`` tiles of ``BLOCK_N`` whole rows and walks them in ascending order. It writes one row
+    of partial sums, so that those are few beside the gradient."""
+    pid = tl.program_id(0)
+    offs_f = tl.arange(0, BLOCK_F)
+    seed = load_seed(seed_ptr, stream) if STOCHASTIC else 0
+    total = tl.zeros((BLOCK_N, BLOCK_F), tl.float32)
+    for tile in range(0, TILES):
+        offs_n = (pid.to(tl.int64) * TILES + tile) * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < N
+        grad = load_grad(
+            grad_ptr, mask_ptr, offs_n, mask_n, 0, factor, stride_gf, F, stride_gn, HAS_MASK, BLOCK_N, BLOCK_F
+        )
+        if SUM_COLUMNS:
+            total += grad
+        scale, inv = absmax_scale(row_absmax(grad), QMAX)
+        q = round_codes(grad, inv, seed, offs_n, 0, F, STOCHASTIC, BLOCK_N, BLOCK_F)
+        mask = mask_n[:, None] & (offs_f < stride_qn)[None, :]  # whole vectors, whatever the width
+        tl.store(q_ptr + offs_n[:, None] * stride_qn + offs_f[None, :], q, mask=mask)
+        tl.store(scale_ptr + offs_n, scale, mask=mask_n)
+    if SUM_COLUMNS:
+        tl.store(partial_ptr + pid.to(tl.int64) * F + offs_f, tl.sum(total, axis=0), mask=offs_f < F)
+
+
+def quantize_grad(
+    grad: Tensor,
+    *,
+    bits: int = 8,
+    granularity: str = "row",
+    seed: Tensor | None = None,
+    stream: int = 0,
+    mask: Tensor | None = None,
+    factor: float = 1.0,
+    sum_columns: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes and scales of the gradient before an activation, and the sums of its columns; the parameters are those of
+    :func:`qgnn.reference.quantize_grad`.
+
+    With a scale a row, the gradient is read once. One scale for all needs the absmax of all before the first code, and
+    rows of more than 4096 columns do not fit the registers of one program: these take a kernel each for mask, absmax,
+    codes and sums."""
+    N, F = grad.shape
+    is_plain = mask is None and not sum_columns
+    if is_plain or granularity != "row" or F > tuning.QUANTIZE_GRAD_MAX_COLUMNS or grad.numel() == 0:
+        wide = grad if mask is None else _masked_grad(grad, mask, factor, torch.float32)
+        codes, scale = quantize(wide, bits=bits, granularity=granularity, seed=seed, stream=stream)
+        return codes, scale, wide.sum(0, dtype=torch.float32) if sum_columns else None
+    codes = empty_codes(N, F, grad.device)
+    scale = torch.empty(N, dtype=torch.float32, device=grad.device)
+    config = tuning.quantize_grad(F)
+    tiles = tuning.quantize_grad_tiles(N, config["BLOCK_N"]) if sum_columns else 1
+    num_programs = triton.cdiv(N, tiles * config["BLOCK_N"])
+    partial = torch.empty((num_programs, F), dtype=torch.float32, device=grad.device) if sum_columns else None
+    with torch.cuda.device_of(grad):
+        _quantize_grad_kernel[(num_programs,)](
+            q_ptr=codes,
+            scale_ptr=scale,
+            partial_ptr=partial,
+            grad_ptr=grad,
+            mask_ptr=mask,
+            seed_ptr=seed,
+            N=N,
+            F=F,
+            TILES=tiles,
+            stride_qn=code_stride(F),
+            stride_gn=grad.stride(0),
+            stride_gf=grad.stride(1),
+            stream=stream,
+            factor=float(factor),
+            QMAX=(1 << (bits - 1)) - 1,
+            STOCHASTIC=seed is not None,
+            HAS_MASK=mask is not None,
+            SUM_COLUMNS=sum_columns,
+            **config,
+        )
+        return codes, scale, None if partial is None else add_partials(partial)
+
+
+@triton.jit(do_not_specialize=["N", "factor"])
+def _masked_grad_kernel(
+    # outputs
+    out_ptr,
+    # inputs
+    grad_ptr,
+    mask_ptr,
+    # sizes
+    N,
+    F: tl.constexpr,
+    # strides
+    stride_gn: tl.constexpr,
+    stride_gf,
+    # scalars
+    factor,
+    # tiles
+    BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """One program owns a [BLOCK_N, BLOCK_F] tile."""
+    NUM_F: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
+    pid = tl.program_id(0)
+    offs_n = (pid // NUM_F).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = (pid % NUM_F) * BLOCK_F
+    offs_f = first + tl.arange(0, BLOCK_F)
+    mask_n = offs_n < N
+    grad = load_grad(grad_ptr, mask_ptr, offs_n, mask_n, first, factor, stride_gf, F, stride_gn, True, BLOCK_N, BLOCK_F)
+    mask = mask_n[:, None] & (offs_f < F)[None, :]
+    tl.store(out_ptr + offs_n[:, None] * F + offs_f[None, :], grad.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _masked_grad(grad: Tensor, mask: Tensor, factor: float, out_dtype: torch.dtype) -> Tensor:
+    N, F = grad.shape
+    out = torch.empty((N, F), dtype=out_dtype, device=grad.device)
+    if out.numel() == 0:
+        return out
+    config = tuning.masked_grad(F)
+    with torch.cuda.device_of(grad):
+        _masked_grad_kernel[(triton.cdiv(N, config["BLOCK_N"]) * triton.cdiv(F, config["BLOCK_F"]),)](
+            out_ptr=out,
+            grad_ptr=grad,
+            mask_ptr=mask,
+            N=N,
+            F=F,
+            stride_gn=grad.stride(0),
+            stride_gf=grad.stride(1),
+            factor=float(factor),
+            **config,
+        )
+    return out
+
+
+def masked_grad(grad: Tensor, mask: Tensor, factor: float = 1.0) -> Tensor:
+    """Gradient before an activation; the parameters are those of :func:`qgnn.reference.masked_grad`."""
+    return _masked_grad(grad, mask, factor, grad.dtype)

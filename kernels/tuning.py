@@ -39,6 +39,36 @@ def quantize(group: int) -> Config:
     return {"BLOCK_N": max(1, 4096 // block_f) if block_f >= 16 else 256, "BLOCK_F": block_f, **_options(4)}
 
 
+QUANTIZE_GRAD_MAX_COLUMNS = 4096  # the widest row of a gradient that one program holds
+
+
+def quantize_grad(num_columns: int) -> Config:
+    """Whole rows, 32 elements a thread beside as many sums."""
+    block_f = _power_of_two(num_columns, 8, QUANTIZE_GRAD_MAX_COLUMNS)
+    return {"BLOCK_N": min(256, 4096 // block_f), "BLOCK_F": block_f, **_options(4)}
+
+
+def quantize_grad_tiles(num_rows: int, block_n: int) -> int:
+    """Tiles of rows that one program sums. With 128 rows a program, writing and reading its sums takes 2 to 3 % of the
+    bytes; a small gradient, whose bytes do not count, is spread over 132 multiprocessors, and of a large one there are
+    1056 results to add, eight for each. Like :func:`dw_splits`, the number does not depend on the device."""
+    rows = max(triton.cdiv(num_rows, 1056), min(128, triton.cdiv(num_rows, 132)))
+    return triton.cdiv(rows, block_n)
+
+
+def masked_grad(num_columns: int) -> Config:
+    """Elementwise: 32 elements a thread, whose bits are one word."""
+    block_f = _power_of_two(num_columns, 8, 512)
+    return {"BLOCK_N": min(256, 4096 // block_f), "BLOCK_F": block_f, **_options(4)}
+
+
+def add_partials(size: int, splits: int) -> Config:
+    """Tiles of [partial results, elements], 16 elements a thread; as few elements as keep all multiprocessors busy, but
+    whole sectors of memory."""
+    block = _power_of_two(size // 264, 16, 256)
+    return {"BLOCK_S": _power_of_two(splits, 1, 2048 // block), "BLOCK": block, **_options(4)}
+
+
 def matmul(num_inputs: int, num_outputs: int) -> Config:
     """int8 product: at most 64 accumulators a thread, 3 to 4 tiles of the operands in flight."""
     block_m = _power_of_two(num_outputs, 16, 128)
@@ -64,10 +94,49 @@ def matmul_requantize(num_inputs: int, num_outputs: int) -> Config:
     }
 
 
+FUSED_MAX_INPUTS = 512  # the widest rows that are rounded and multiplied by one program
+_FUSED_MAX_SHARED = 96 << 10  # what every GPU from sm_80 on has; the operands of the product lie in shared memory
+
+
+def quantize_matmul(num_inputs: int, num_outputs: int) -> Config | None:
+    """Rounding and int8 product in one kernel: 32 elements of the rows a thread (64 of wide rows), and 8 to 16
+    accumulators in each step over the output. ``None``: rows that do not fit take two kernels."""
+    if num_inputs > FUSED_MAX_INPUTS:
+        return None
+    block_k = _power_of_two(num_inputs, 32, FUSED_MAX_INPUTS)
+    return {
+        "BLOCK_N": 64 if block_k <= 128 else 32,
+        "BLOCK_M": _power_of_two(num_outputs, 16, 64),
+        "BLOCK_K": block_k,
+        **_options(8 if block_k >= 128 else 4),
+    }
+
+
+def quantize_matmul_requantize(num_inputs: int, num_outputs: int) -> Config | None:
+    """The same with whole output rows, at most 64 accumulators a thread. ``None``: rows of the input or of the output,
+    or the weight that lies in shared memory, do not fit; that takes two kernels."""
+    if num_inputs > FUSED_MAX_INPUTS or num_outputs > REQUANTIZE_MAX_OUTPUTS:
+        return None
+    block_k = _power_of_two(num_inputs, 32, FUSED_MAX_INPUTS)
+    block_m = _power_of_two(num_outputs, 16, REQUANTIZE_MAX_OUTPUTS)
+    # More rows than these spill registers on one of the architectures or with one of the compiler's versions.
+    block_n = 64 if block_k == 128 or (block_k < 128 and block_m < 256) else 32
+    if block_k == 512 and block_m < 128:
+        block_n = 16
+    if block_k * (block_n + block_m) > _FUSED_MAX_SHARED:
+        return None
+    return {
+        "BLOCK_N": block_n,
+        "BLOCK_M": block_m,
+        "BLOCK_K": block_k,
+        **_options(8 if max(block_k, block_m) >= 128 else 4),
+    }
+
+
 def matmul_dw(num_inputs: int, num_outputs: int, arch: int) -> Config:
-    """fp16 product over rows. Hopper's products read their operands from shared memory and leave registers for a wide
-    tile."""
-    wide = 128 if 90 <= arch < 100 else 64
+    """fp16 product over rows. The products of Hopper and of Blackwell (but for sm_120) read their operands from shared
+    memory and leave registers for a wide tile, which loads each operand less often."""
+    wide = 128 if 90 <= arch < 120 else 64
     block_m = _power_of_two(num_outputs, 16, wide)
     block_k = _power_of_two(num_inputs, 16, 128)
     return {

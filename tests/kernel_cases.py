@@ -46,6 +46,14 @@ def far_columns(x: Tensor) -> Tensor:
     return torch.tensor([], dtype=x.dtype, device=x.device).set_(storage, 0, x.shape, (1, stride)).copy_(x)
 
 
+def far_rows(x: Tensor) -> Tensor:
+    """The same values with rows as far apart."""
+    stride = -(-(2**31) // (x.shape[0] - 1))
+    num_elements = (x.shape[0] - 1) * stride + x.shape[1]
+    storage = torch.UntypedStorage(num_elements * x.element_size(), device=x.device)
+    return torch.tensor([], dtype=x.dtype, device=x.device).set_(storage, 0, x.shape, (stride, 1)).copy_(x)
+
+
 LAYOUTS = {"every_second_row": every_second_row, "column_major": column_major}
 
 

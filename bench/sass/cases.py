@@ -9,12 +9,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from qgnn.kernels.matmul import matmul, matmul_dw, matmul_requantize
+from qgnn.kernels.matmul import matmul, matmul_dw, matmul_requantize, quantize_matmul, quantize_matmul_requantize
 from qgnn.kernels.memory import empty_codes
-from qgnn.kernels.quantize import quantize
+from qgnn.kernels.quantize import masked_grad, quantize, quantize_grad
 from qgnn.kernels.sddmm import sddmm
 from qgnn.kernels.spmm import spmm, spmm_requantize
 from torch import Tensor
+
+from qgnn.activation import Activation, mask_width
 
 MEAN_DEGREE = 14
 
@@ -45,8 +47,69 @@ class _Inputs:
     def columns(self, width: int) -> Tensor:
         return torch.ones((width, self.num_nodes), device=self.device).t()
 
+    def mask(self, width: int) -> Tensor:
+        return torch.full((self.num_nodes, mask_width(width)), 255, dtype=torch.uint8, device=self.device)
+
+    def activation(self, width: int) -> Activation:
+        return Activation(relu=True, threshold=1 << 15, seed=self.seed, stream=1, mask=self.mask(width))
+
     def product(self, function: Callable[..., Any], K: int, M: int, **kwargs: Any) -> Callable[[], Any]:
         return lambda: function(self.codes(K), self.scale, self.codes(K, M), self.vector(M), **kwargs)
+
+    def fused_product(
+        self, function: Callable[..., Any], K: int, M: int, dtype: torch.dtype = torch.float32, **kwargs: Any
+    ) -> Callable[[], Any]:
+        return lambda: function(self.rows(K, dtype), self.codes(K, M), self.vector(M), seed=self.seed, **kwargs)
+
+
+def _quantize_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
+    bf16 = torch.bfloat16
+    behind = {"factor": 2.0, "seed": made.seed, "sum_columns": True}
+    return {
+        "quantize/fp32/F128": lambda: quantize(made.rows(128), seed=made.seed),
+        "quantize/fp32/F128/column_major": lambda: quantize(made.columns(128), seed=made.seed),
+        "quantize/bf16/F256/nearest": lambda: quantize(made.rows(256, bf16)),
+        "quantize/fp32/F16": lambda: quantize(made.rows(16), seed=made.seed),
+        "quantize/fp32/F100": lambda: quantize(made.rows(100), seed=made.seed),
+        "quantize/fp32/F1433/two_passes": lambda: quantize(made.rows(1433), seed=made.seed),
+        "quantize/fp32/F256/block": lambda: quantize(made.rows(256), granularity="block", seed=made.seed),
+        "quantize/fp32/F256/tensor": lambda: quantize(made.rows(256), granularity="tensor", seed=made.seed),
+        "quantize_grad/fp32/F128": lambda: quantize_grad(made.rows(128), mask=made.mask(128), **behind),
+        "quantize_grad/bf16/F256": lambda: quantize_grad(made.rows(256, bf16), mask=made.mask(256), **behind),
+        "quantize_grad/fp32/F100/unmasked": lambda: quantize_grad(made.rows(100), **behind),
+        "masked_grad/fp32/F128": lambda: masked_grad(made.rows(128), made.mask(128), 2.0),
+    }
+
+
+def _matmul_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
+    bf16, last = torch.bfloat16, made.activation(256)
+    fused, fused_requantize = quantize_matmul, quantize_matmul_requantize
+    return {
+        "matmul/fp32/K128/M256": made.product(matmul, 128, 256),
+        "matmul/fp32/K128/M256/activation": made.product(matmul, 128, 256, activation=last),
+        "matmul/bf16/K256/M128/bias": made.product(matmul, 256, 128, bias=made.vector(128), out_dtype=bf16),
+        "matmul/fp32/K256/M256": made.product(matmul, 256, 256),
+        "matmul/fp32/K100/M47": made.product(matmul, 100, 47),
+        "matmul_requantize/K128/M256": made.product(matmul_requantize, 128, 256, seed=made.seed),
+        "matmul_requantize/K128/M256/nearest": made.product(matmul_requantize, 128, 256),
+        "matmul_requantize/K256/M256": made.product(matmul_requantize, 256, 256, seed=made.seed),
+        "matmul_requantize/K256/M64": made.product(matmul_requantize, 256, 64, seed=made.seed),
+        "matmul_dw/K128/M256": lambda: matmul_dw(made.codes(256), made.scale, made.codes(128), made.scale),
+        "matmul_dw/K256/M256": lambda: matmul_dw(made.codes(256), made.scale, made.codes(256), made.scale),
+        "matmul_dw/K100/M47": lambda: matmul_dw(made.codes(47), made.scale, made.codes(100), made.scale),
+        "quantize_matmul/fp32/K128/M256": made.fused_product(fused, 128, 256),
+        "quantize_matmul/fp32/K128/M256/activation": made.fused_product(
+            fused, 128, 256, bias=made.vector(256), activation=last
+        ),
+        "quantize_matmul/bf16/K256/M256/activation": made.fused_product(
+            fused, 256, 256, bf16, out_dtype=bf16, activation=last
+        ),
+        "quantize_matmul/fp32/K500/M47": made.fused_product(fused, 500, 47),
+        "quantize_matmul_requantize/fp32/K128/M256": made.fused_product(fused_requantize, 128, 256),
+        "quantize_matmul_requantize/fp32/K256/M256": made.fused_product(fused_requantize, 256, 256),
+        "quantize_matmul_requantize/bf16/K512/M128": made.fused_product(fused_requantize, 512, 128, bf16),
+        "quantize_matmul_requantize/fp32/K64/M256": made.fused_product(fused_requantize, 64, 256),
+    }
 
 
 def make_cases(device: torch.device, num_nodes: int) -> dict[str, Callable[[], Any]]:
@@ -63,25 +126,8 @@ def make_cases(device: torch.device, num_nodes: int) -> dict[str, Callable[[], A
         return sddmm(*made.graph(), x, x, target_scale=made.scale, source_scale=made.scale)
 
     return {
-        "quantize/fp32/F128": lambda: quantize(made.rows(128), seed=made.seed),
-        "quantize/fp32/F128/column_major": lambda: quantize(made.columns(128), seed=made.seed),
-        "quantize/bf16/F256/nearest": lambda: quantize(made.rows(256, torch.bfloat16)),
-        "quantize/fp32/F16": lambda: quantize(made.rows(16), seed=made.seed),
-        "quantize/fp32/F100": lambda: quantize(made.rows(100), seed=made.seed),
-        "quantize/fp32/F1433/two_passes": lambda: quantize(made.rows(1433), seed=made.seed),
-        "quantize/fp32/F256/block": lambda: quantize(made.rows(256), granularity="block", seed=made.seed),
-        "quantize/fp32/F256/tensor": lambda: quantize(made.rows(256), granularity="tensor", seed=made.seed),
-        "matmul/fp32/K128/M256": made.product(matmul, 128, 256),
-        "matmul/bf16/K256/M128/bias": made.product(matmul, 256, 128, bias=made.vector(128), out_dtype=torch.bfloat16),
-        "matmul/fp32/K256/M256": made.product(matmul, 256, 256),
-        "matmul/fp32/K100/M47": made.product(matmul, 100, 47),
-        "matmul_requantize/K128/M256": made.product(matmul_requantize, 128, 256, seed=made.seed),
-        "matmul_requantize/K128/M256/nearest": made.product(matmul_requantize, 128, 256),
-        "matmul_requantize/K256/M256": made.product(matmul_requantize, 256, 256, seed=made.seed),
-        "matmul_requantize/K256/M64": made.product(matmul_requantize, 256, 64, seed=made.seed),
-        "matmul_dw/K128/M256": lambda: matmul_dw(made.codes(256), made.scale, made.codes(128), made.scale),
-        "matmul_dw/K256/M256": lambda: matmul_dw(made.codes(256), made.scale, made.codes(256), made.scale),
-        "matmul_dw/K100/M47": lambda: matmul_dw(made.codes(47), made.scale, made.codes(100), made.scale),
+        **_quantize_cases(made),
+        **_matmul_cases(made),
         "spmm/int8/F64": lambda: int8_spmm(made.codes(64)),
         "spmm/int8/F128": lambda: int8_spmm(made.codes(128)),
         "spmm/int8/F256/epilogue": lambda: int8_spmm(made.codes(256), row_factor=made.scale, bias=made.vector(256)),
@@ -103,9 +149,13 @@ def make_cases(device: torch.device, num_nodes: int) -> dict[str, Callable[[], A
 # What most models spend their time in, every kernel among it; the variants are compiled for fewer architectures.
 MAIN = {
     "quantize/fp32/F128",
+    "quantize_grad/fp32/F128",
+    "masked_grad/fp32/F128",
     "matmul/fp32/K128/M256",
     "matmul_requantize/K128/M256",
     "matmul_dw/K128/M256",
+    "quantize_matmul/fp32/K128/M256/activation",
+    "quantize_matmul_requantize/fp32/K128/M256",
     "spmm/int8/F256/epilogue",
     "spmm_requantize/F256",
     "sddmm/int8/F128",
@@ -135,6 +185,12 @@ _GATHERED = Work("gathered value", _tile("ROWS", "BLOCK_E", "BLOCK_F"))
 
 WORK: dict[str, Work] = {
     "_quantize_kernel": Work("value", _tile("BLOCK_N", "BLOCK_F")),
+    "_quantize_grad_kernel": Work("value", _tile("BLOCK_N", "BLOCK_F")),
+    "_masked_grad_kernel": Work("value", _tile("BLOCK_N", "BLOCK_F"), in_loop=False),
+    "_quantize_matmul_kernel": Work("output of a trip", _tile("BLOCK_N", "BLOCK_M")),
+    "_quantize_matmul_requantize_kernel": Work(
+        "value and output", lambda launch: launch["BLOCK_N"] * (launch["BLOCK_K"] + launch["BLOCK_M"]), in_loop=False
+    ),
     "_matmul_kernel": Work("output", _tile("BLOCK_N", "BLOCK_M"), in_loop=False),
     "_matmul_requantize_kernel": Work("output", _tile("BLOCK_N", "BLOCK_M"), in_loop=False),
     "_matmul_dw_kernel": Work("code", lambda launch: launch["BLOCK_N"] * (launch["BLOCK_M"] + launch["BLOCK_K"])),

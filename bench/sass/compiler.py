@@ -52,6 +52,8 @@ def _source(kernel: JITFunction, kwargs: dict[str, Any]) -> tuple[ASTSource, dic
         if isinstance(value, torch.Tensor):
             signature[name] = "*" + type_canonicalisation_dict[str(value.dtype).removeprefix("torch.")]
             aligned = value.data_ptr() % 16 == 0
+        elif isinstance(value, float):
+            signature[name], aligned = "fp32", False
         else:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             aligned = value % 16 == 0 and not parameter.do_not_specialize

@@ -6,12 +6,14 @@ from qgnn.kernels import tuning
 from qgnn.kernels.matmul import MAX_INPUTS, matmul, matmul_dw, matmul_requantize
 from torch import Tensor
 
+from activation_cases import ACTIVATIONS, activation
 from kernel_cases import (
     FLOATS,
     LAYOUTS,
     SIZES,
     assert_within,
     far_columns,
+    far_rows,
     quiet,
     random_codes,
     random_scales,
@@ -44,6 +46,17 @@ def test_matmul_writes_every_type(device: str, dtype: torch.dtype) -> None:
     out = matmul(x_q, x_scale, w_q, w_scale, out_dtype=dtype)
     assert out.dtype == dtype
     assert_within(out, expected, storage_error(dtype) * expected.abs() + 2.0**-24)  # fp16 is subnormal below 2^-14
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize(("N", "K", "M"), [(1, 1, 1), (21, 7, 33), (130, 33, 130), (9, 32, 300)])
+def test_epilogues_of_matmul_equal_reference(device: str, name: str, N: int, K: int, M: int) -> None:
+    operands = (*_operands(N, K, M, device), torch.randn(M, device=device))
+    epilogue, expected_epilogue = (activation(name, N, M, device) for _ in range(2))
+    out = matmul(*operands, activation=epilogue)
+    assert torch.equal(out, reference.matmul(*operands, activation=expected_epilogue))
+    if epilogue.mask is not None:
+        assert torch.equal(epilogue.mask, expected_epilogue.mask)
 
 
 def test_matmul_takes_one_scale_for_all_rows(device: str) -> None:
@@ -87,10 +100,11 @@ def test_products_take_any_strides(device: str, layout: str, function: Callable[
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.parametrize("move", [far_columns, far_rows])
 @pytest.mark.parametrize("far", ["x_q", "w_q"])
-def test_products_find_columns_beyond_32_bit_offsets(device: str, far: str) -> None:
+def test_products_find_elements_beyond_32_bit_offsets(device: str, move: Callable[[Tensor], Tensor], far: str) -> None:
     x_q, x_scale, w_q, w_scale = _operands(3, 16, 2, device)
-    operands = (far_columns(x_q), x_scale, w_q, w_scale) if far == "x_q" else (x_q, x_scale, far_columns(w_q), w_scale)
+    operands = (move(x_q), x_scale, w_q, w_scale) if far == "x_q" else (x_q, x_scale, move(w_q), w_scale)
     assert torch.equal(matmul(*operands), matmul(x_q, x_scale, w_q, w_scale))
     codes, scale = matmul_requantize(*operands)
     expected_codes, expected_scale = matmul_requantize(x_q, x_scale, w_q, w_scale)
@@ -150,11 +164,11 @@ def test_products_refuse_sums_that_int32_cannot_hold(device: str, function: Call
 
 
 def _dw_bound(g_q: Tensor, g_scale: Tensor, x_q: Tensor, x_scale: Tensor) -> Tensor:
-    """Two fp16 roundings of each term, to 2^-11 of it or, where fp16 is subnormal, to 2^-25 of the largest factor; then
-    fp32 sums, which a tensor core may truncate."""
+    """Two fp16 roundings of each term, to 2^-11 of it or, where fp16 is subnormal, to 2^-25 of the largest factor, and
+    four of fp32, of the factors and the unit; then fp32 sums, which a tensor core may truncate."""
     factor = (g_scale * x_scale).double().expand(g_q.shape[0])
     g, x = g_q.double().abs(), x_q.double().abs()
-    relative = (g * factor[:, None]).t() @ x * (2.0**-10 + 2.0**-21 + (g.shape[0] + 4) * 2.0**-23)
+    relative = (g * factor[:, None]).t() @ x * (2.0**-10 + 2.0**-20 + (g.shape[0] + 4) * 2.0**-23)
     return relative + factor.max() * 2.0**-25 * ((g + 1).t() @ x)
 
 
@@ -181,14 +195,15 @@ def test_dw_takes_any_strides(device: str, layout: str) -> None:
     assert torch.equal(matmul_dw(*strided), matmul_dw(g_q, g_scale, x_q, x_scale))
 
 
+@pytest.mark.parametrize("move", [far_columns, far_rows])
 @pytest.mark.parametrize("far", ["g_q", "x_q"])
-def test_dw_finds_columns_beyond_32_bit_offsets(device: str, far: str) -> None:
+def test_dw_finds_elements_beyond_32_bit_offsets(device: str, move: Callable[[Tensor], Tensor], far: str) -> None:
     g_q, x_q, scale = random_codes(3, 5, device), random_codes(3, 5, device), random_scales(3, device)
     expected = matmul_dw(g_q, scale, x_q, scale)
     if far == "g_q":
-        g_q = far_columns(g_q)
+        g_q = move(g_q)
     else:
-        x_q = far_columns(x_q)
+        x_q = move(x_q)
     assert torch.equal(matmul_dw(g_q, scale, x_q, scale), expected)
 
 
@@ -199,6 +214,20 @@ def test_dw_rounds_small_factors_to_subnormals(device: str) -> None:
     scale = torch.cat([factors, torch.ones(1, device=device)])
     out = matmul_dw(g_q, scale, x_q, torch.ones(1, device=device)).flatten()
     assert (out * 2.0**24).tolist() == [100.0, 100.0, 400.0, 0.0, 0.0, 100.0 * 2**24]
+
+
+@quiet
+@pytest.mark.parametrize("scale", [1e-20, 3e-23])
+def test_dw_of_scales_whose_product_is_subnormal(device: str, scale: float) -> None:
+    """Their inverse would overflow; they lose digits to a unit of 2^-126 instead."""
+    g_q, x_q, scales = (
+        random_codes(20, 9, device),
+        random_codes(20, 10, device),
+        torch.full((20,), scale, device=device),
+    )
+    exact = (g_q.double().t() @ x_q.double()) * scale**2
+    unit = torch.full((20,), 2.0**-63, device=device)
+    assert_within(matmul_dw(g_q, scales, x_q, scales), exact, _dw_bound(g_q, unit, x_q, unit))
 
 
 def test_dw_is_exact_with_one_scale_for_all_rows(device: str) -> None:

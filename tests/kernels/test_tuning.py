@@ -19,9 +19,11 @@ def test_tiles_are_powers_of_two_that_the_hardware_takes(arch: int) -> None:
                 tuning.matmul(width, other),
                 tuning.matmul_requantize(width, min(other, tuning.REQUANTIZE_MAX_OUTPUTS)),
                 tuning.matmul_dw(width, other, arch),
+                *filter(None, [tuning.quantize_matmul(width, other), tuning.quantize_matmul_requantize(width, other)]),
             ]
             gathers = [tuning.spmm(width, other), tuning.sddmm(width, other)]
-            for config in (*products, *gathers, tuning.quantize(width)):
+            rows = [tuning.quantize(width), tuning.quantize_grad(width), tuning.masked_grad(width)]
+            for config in (*products, *gathers, *rows, tuning.add_partials(width, other)):
                 tiles = [size for name, size in config.items() if name.startswith(("BLOCK", "ROWS"))]
                 assert all(size & (size - 1) == 0 for size in tiles)
                 assert config["num_warps"] in (1, 2, 4, 8)
@@ -30,10 +32,40 @@ def test_tiles_are_powers_of_two_that_the_hardware_takes(arch: int) -> None:
 
 def test_requantizing_kernels_hold_whole_rows() -> None:
     for width in WIDTHS:
+        config = tuning.quantize_matmul_requantize(64, width)
+        assert config is None or config["BLOCK_M"] >= width
         if width <= tuning.REQUANTIZE_MAX_OUTPUTS:
             assert tuning.matmul_requantize(64, width)["BLOCK_M"] >= width
         if width <= tuning.SPMM_REQUANTIZE_MAX_COLUMNS:
             assert tuning.spmm_requantize(width, 9)["BLOCK_F"] >= width
+
+
+def test_fused_products_hold_whole_rows_and_what_every_gpu_has() -> None:
+    """Operands in shared memory: 99 KiB is what the smallest of the supported GPUs gives one program."""
+    for width in WIDTHS:
+        for other in WIDTHS:
+            fused = tuning.quantize_matmul(width, other), tuning.quantize_matmul_requantize(width, other)
+            assert (fused[0] is not None) == (width <= 512)
+            assert (fused[1] is not None) == (width <= 512 and other <= (256 if width <= 256 else 128))
+            for config in filter(None, fused):
+                assert config["BLOCK_K"] >= width
+                assert config["BLOCK_K"] * (config["BLOCK_N"] + config["BLOCK_M"]) <= 99 * 1024
+
+
+def test_gradients_are_held_in_whole_rows() -> None:
+    for width in WIDTHS:
+        assert tuning.quantize_grad(width)["BLOCK_F"] >= width
+        assert tuning.quantize_grad(width)["BLOCK_F"] % 8 == 0
+        assert tuning.masked_grad(width)["BLOCK_F"] % 8 == 0
+
+
+@pytest.mark.parametrize("block_n", [1, 32, 256])
+def test_partial_sums_are_few_beside_a_large_gradient(block_n: int) -> None:
+    for num_rows in (20_000, 169_343, 2_449_029, 100_000_000):
+        programs = -(-num_rows // (tuning.quantize_grad_tiles(num_rows, block_n) * block_n))
+        assert 2 * 4 * programs <= 0.03 * num_rows * (2 + 1)  # written and read, beside bf16 and its codes
+        assert 64 <= programs <= 1056
+    assert tuning.quantize_grad_tiles(1, block_n) == 1
 
 
 @pytest.mark.parametrize("num_rows", [1, 63, 64, 65, 511, 512, 4097, 169_343, 100_000_000])
