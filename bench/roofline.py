@@ -89,9 +89,14 @@ def quantize(N: int, F: int, itemsize: int = FLOAT) -> Traffic:
     return Traffic(N * F * itemsize + N * F + N * SCALE + SEED)
 
 
+def mask_bytes(N: int, F: int) -> int:
+    """A bit a value, rows of whole bytes."""
+    return N * -(-F // 8)
+
+
 def quantize_grad(N: int, F: int, mask: bool = True) -> Traffic:
     """The gradient behind an epilogue -> codes with its 1-bit mask applied, row scales, column sums (the bias's)."""
-    return Traffic(quantize(N, F).bytes + (N * F // 8 if mask else 0) + F * FLOAT)
+    return Traffic(quantize(N, F).bytes + (mask_bytes(N, F) if mask else 0) + F * FLOAT)
 
 
 def linear(N: int, K: int, M: int, bias: bool = True) -> Traffic:
@@ -152,7 +157,7 @@ def spmm(
     result = N * F + N * SCALE + SEED if requantize else N * F * FLOAT
     rows = N * F * itemsize + (N * SCALE if itemsize == 1 else 0)
     structure = INDEX * (N + 1) + E * INDEX + E * heads * FLOAT
-    extra = (F * FLOAT if bias else 0) + (N * F // 8 if mask else 0)
+    extra = (F * FLOAT if bias else 0) + (mask_bytes(N, F) if mask else 0)
     through_l2 = gather(E, F, itemsize, itemsize == 1) + E * (heads - 1) * FLOAT + result
     return Traffic(structure + rows + result + extra, through_l2)
 

@@ -89,7 +89,7 @@ def _int8_backward(N: int, E: int, K: int, M: int, needs_dx: bool) -> Steps:
 
 
 def gcn_unfused(N: int, E: int, K: int, M: int, *, tail: bool = True, needs_dx: bool = True) -> Steps:
-    """As ``functional.graph_linear`` and what follows it run; constant features (no ``needs_dx``) are codes already."""
+    """A kernel a primitive, and torch's between the layers; constant features (no ``needs_dx``) are codes already."""
     forward = [
         *([Step("quantize.forward", r.quantize(N, K))] if needs_dx else []),
         Step("quantize.forward", r.quantize(M, K)),
@@ -107,7 +107,7 @@ def gcn_unfused(N: int, E: int, K: int, M: int, *, tail: bool = True, needs_dx: 
 
 
 def gcn_fused(N: int, E: int, K: int, M: int, *, tail: bool = True, needs_dx: bool = True) -> Steps:
-    """Nothing but kernels of products and aggregations, and one that rounds the gradient."""
+    """As ``functional.graph_linear`` runs: kernels of products and aggregations, and one that rounds the gradient."""
     product = r.quantize_matmul(N, K, M) if needs_dx else r.matmul_requantize(N, K, M)
     forward = [
         Step("quantize.forward", r.quantize(M, K)),

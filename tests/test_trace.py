@@ -57,7 +57,7 @@ def test_trace_of_full_precision_shows_no_integers(tensors: dict[str, Tensor]) -
 
 
 def test_trace_counts_bytes() -> None:
-    """Everything an operation reads and writes, once."""
+    """Everything an operation reads and writes, once; a product does not read the codes that it makes itself."""
     edge_index = GRAPHS["random"][0]
     x, weight = torch.randn(N, K), torch.randn(M, K)
     seed = 8
@@ -65,6 +65,9 @@ def test_trace_counts_bytes() -> None:
         functional.linear(x, weight, torch.zeros(M), config=QConfig())
     x_codes, w_codes = N * K + N * 4, M * K + M * 4
     assert t.ops["quantize.forward"]["bytes"] == (N * K * 4 + x_codes + seed) + (M * K * 4 + w_codes + seed)
+    assert t.ops["matmul.forward"]["bytes"] == w_codes + M * 4 + N * M * 4
+    with qgnn.trace() as t:
+        functional.linear(functional.quantize(x), weight, torch.zeros(M), config=QConfig())
     assert t.ops["matmul.forward"]["bytes"] == x_codes + w_codes + M * 4 + N * M * 4
     with qgnn.trace() as t:
         functional.spmm(edge_index, x, config=QConfig(rounding="nearest"))

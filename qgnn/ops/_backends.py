@@ -116,7 +116,9 @@ class Backend:
         options: dict[str, Any],
         results: tuple[Any, ...],
         bits: int,
+        num_made: int = 0,
     ) -> None:
+        """Report a call; the first ``num_made`` operands were made by the same kernel, which does not read them."""
         error = None
         if primitive in ("quantize", "quantize_grad"):
             error = partial(_relative_error, operands[0], results, options)
@@ -127,20 +129,18 @@ class Backend:
         engine = self._engines.get(primitive)
         backend = self.name if engine is None else f"{self.name}/{engine(*operands)}"
         masks = [value.mask for value in options.values() if isinstance(value, Activation)]
-        trace.report(name, fmt, backend, (*operands, *options.values(), *masks, *results), error)
+        trace.report(name, fmt, backend, (*operands[num_made:], *options.values(), *masks, *results), error)
 
     def _report_fused(
         self, name: str, operands: tuple[Any, ...], options: dict[str, Any], results: tuple[Any, ...], bits: int
     ) -> None:
-        """A product that rounds its operand first is two primitives, of which the second reads no codes."""
+        """A product that rounds its operand first is two primitives."""
         x, *rest = operands
         *products, x_q, x_scale = results
-        seed = options.pop("seed")
-        self._report("quantize", name.replace("matmul", "quantize"), (x,), {"seed": seed}, (x_q, x_scale), bits)
+        seed = {"seed": options.pop("seed")}
+        self._report("quantize", name.replace("matmul", "quantize"), (x,), seed, (x_q, x_scale), bits)
         primitive = "matmul" if len(products) == 1 else "matmul_requantize"
-        if primitive == "matmul_requantize":
-            options["seed"] = seed
-        self._report(primitive, name, (x_q, x_scale, *rest), options, tuple(products), bits)
+        self._report(primitive, name, (x_q, x_scale, *rest), options, tuple(products), bits, num_made=2)
 
 
 def _relative_error(x: Tensor, results: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
