@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch_geometric.nn import GCNConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-from qgnn.functional import quantize
+from qgnn.functional import graph_linear, quantize
 from qgnn.nn import QGCNConv
 from qgnn.qtensor import QTensor
 
@@ -49,6 +49,15 @@ class PreparedConv(GCNConv):
         return out + self.bias.to(out.dtype)
 
 
+class FusedConv(QGCNConv):
+    """Ours with the ReLU behind it in the aggregation's own pass, which keeps one bit a value."""
+
+    def with_relu(self, x: Tensor | QTensor, edge_index: Tensor) -> Tensor:
+        graph = self._prepare(x.shape[0], edge_index, None, x.dtype)
+        weight, options = self.lin.weight, {"activation": "relu", "config": self.config}
+        return graph_linear(graph, x, weight, self.bias, **options)
+
+
 class GCN(torch.nn.Module):
     """Convolutions with ReLU and dropout between them.
 
@@ -70,7 +79,8 @@ class GCN(torch.nn.Module):
 
     def forward(self, x: Tensor | QTensor, edges: Any) -> Tensor:
         for layer, conv in enumerate(self.convs[:-1]):
-            x = self._drop(conv(x, edges).relu(), layer)
+            x = conv.with_relu(x, edges) if isinstance(conv, FusedConv) else conv(x, edges).relu()
+            x = self._drop(x, layer)
         return self.convs[-1](x, edges)
 
     def _drop(self, x: Tensor, layer: int) -> Tensor:
@@ -182,9 +192,9 @@ class Problem:
     def loss(self, out: Tensor) -> Tensor:
         return F.cross_entropy(out[self.mask].to(torch.promote_types(out.dtype, torch.float32)), self.y[self.mask])
 
-    def ours(self, precision: str) -> Work:
+    def ours(self, precision: str, conv: type[QGCNConv] = QGCNConv) -> Work:
         """Constant features are quantized once, as a data set's are."""
-        make_conv = partial(QGCNConv, cached=True, config=OURS[precision])
+        make_conv = partial(conv, cached=True, config=OURS[precision])
         features = quantize(self.x, INT8) if self.is_model and precision == "int8" else None
         return self.work(make_conv, self.edge_index, features=features)
 
@@ -224,6 +234,9 @@ class Problem:
     def providers(self) -> Iterator[Provider]:
         for precision in OURS:
             yield Provider(f"qgnn {precision}", partial(self.ours, precision), TOLERANCE[precision])
+            if self.is_model:
+                fused = partial(self.ours, precision, FusedConv)
+                yield Provider(f"qgnn relu-fused {precision}", fused, TOLERANCE[precision])
         if self.setting.is_cuda and not self.is_model:
             yield Provider("qgnn bf16-in int8", self.bf16_in, TOLERANCE["int8"])
         for name, setup in (("pyg coo", self.coo), ("pyg csr", self.csr), ("torch csr both ways", self.prepared)):
