@@ -123,8 +123,7 @@ def _quantize_matmul_kernel(
 ):
     """One program owns ``BLOCK_N`` rows: it rounds them, then walks the output in tiles of ``BLOCK_M`` columns.
 
-    The weight is loaded behind the codes, in a loop that stays one: earlier, or unrolled, it would take the registers
-    that rounding needs."""
+    The weight is loaded behind the codes: earlier, it would take the registers that rounding needs."""
     NUM_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N

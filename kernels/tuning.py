@@ -99,7 +99,7 @@ _FUSED_MAX_SHARED = 96 << 10  # what every GPU from sm_80 on has; the operands o
 
 
 def quantize_matmul(num_inputs: int, num_outputs: int) -> Config | None:
-    """Rounding and int8 product in one kernel: 32 elements of the rows a thread (64 of wide rows), and 8 to 16
+    """Rounding and int8 product in one kernel: 32 elements of the rows a thread (64 of wide rows), and 8 to 32
     accumulators in each step over the output. ``None``: rows that do not fit take two kernels."""
     if num_inputs > FUSED_MAX_INPUTS:
         return None
