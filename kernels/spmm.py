@@ -11,7 +11,7 @@ kernel (``spmm_hubs``).
 
 Numerics: sums are fp32, in an order that depends only on the graph and the shapes: no atomics, so results repeat bit
 for bit. On tensor cores the products of weight and scale are rounded to fp16. ``row_factor`` is applied after the sum.
-A NaN scale or value reaches exactly the rows that aggregate it. Offsets are 64-bit where 32 bits do not suffice.
+A NaN scale or value reaches exactly the rows that aggregate it. Offsets are 64-bit.
 
 Oracle: qgnn.reference.spmm, spmm_requantize
 """
@@ -23,13 +23,14 @@ from qgnn.kernels import tuning
 from qgnn.kernels.epilogue import epilogue_arguments
 from qgnn.kernels.memory import code_stride, empty_codes, scale_stride
 from qgnn.kernels.quantize import quantize
+from qgnn.kernels.spmm_extremum import spmm_extremum
 from qgnn.kernels.spmm_hubs import empty_partials, spmm_hubs
 from qgnn.kernels.spmm_plan import Plan, make_plan
 from qgnn.kernels.spmm_rows import spmm_rows
 from qgnn.kernels.spmm_tile import spmm_tile
 from torch import Tensor
 
-__all__ = ["Plan", "make_plan", "spmm", "spmm_requantize"]
+__all__ = ["Plan", "make_plan", "spmm", "spmm_extremum", "spmm_requantize"]
 
 
 def _aggregate(
@@ -56,7 +57,7 @@ def _aggregate(
     }
     whole_rows = output["QMAX"] > 0
     strategy = tuning.spmm_strategy(
-        F, E // N, x.dtype, heads=heads, whole_rows=whole_rows, code_bytes=x.numel(), l2_bytes=tuning.l2_bytes(x.device)
+        F, x.dtype, heads=heads, whole_rows=whole_rows, code_bytes=x.numel(), l2_bytes=tuning.l2_bytes(x.device)
     )
     with torch.cuda.device_of(x):
         plan = make_plan(indptr, E) if plan is None else plan

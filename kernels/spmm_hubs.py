@@ -116,7 +116,7 @@ def _spmm_hubs_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """One program owns ``BLOCK_F`` columns of every ``num_programs(0)``-th hub and adds its slots, ``BLOCK_S`` a step."""
+    """One program owns ``BLOCK_F`` columns of the hubs that come its turn and adds their slots, ``BLOCK_S`` a step."""
     first_col = tl.program_id(1) * BLOCK_F
     offs_f = first_col + tl.arange(0, BLOCK_F)
     for hub in range(tl.program_id(0), tl.load(counts_ptr + 1), tl.num_programs(0)):
@@ -126,7 +126,9 @@ def _spmm_hubs_kernel(
         for slot in range(tl.load(hubs_ptr + hub * 3 + 1), last, BLOCK_S):
             offs_s = slot + tl.arange(0, BLOCK_S)
             mask = (offs_s < last)[:, None] & (offs_f < stride_pn)[None, :]
-            acc += tl.load(partial_ptr + offs_s.to(tl.int64)[:, None] * stride_pn + offs_f[None, :], mask=mask, other=0.0)
+            acc += tl.load(
+                partial_ptr + offs_s.to(tl.int64)[:, None] * stride_pn + offs_f[None, :], mask=mask, other=0.0
+            )
         y = tl.sum(acc, axis=0)[None, :]
         offs_n = row.to(tl.int64) + tl.arange(0, 1)
         write_rows(

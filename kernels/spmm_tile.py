@@ -90,7 +90,6 @@ def aggregate_tile(
     HEADS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_SCALE: tl.constexpr,
-    WIDE_OFFSETS: tl.constexpr,
     ASM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -117,9 +116,8 @@ def aggregate_tile(
             value = tl.load(weight_ptr + offs_e.to(tl.int64) * HEADS + head, mask=mask_e, other=0.0)
         else:
             value = tl.where(mask_e, 1.0, 0.0)
-        row_offs = source.to(tl.int64) * stride_xn if WIDE_OFFSETS else source.to(tl.int32) * stride_xn
         # Lanes without an edge read row 0 with weight 0: a mask over edges would cost more than the bytes.
-        words = words_ptr + row_offs[:, None] + offs_w[None, :]
+        words = words_ptr + (source.to(tl.int64) * stride_xn)[:, None] + offs_w[None, :]
         x = tl.load(words) if WORDS % BLOCK_W == 0 else tl.load(words, mask=(offs_w < WORDS)[None, :], other=0)
 
         bits = (value.to(tl.int32, bitcast=True) >> 23) & 0xFF
@@ -182,14 +180,13 @@ def _spmm_tile_kernel(
     HAS_MASK: tl.constexpr,
     QMAX: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    WIDE_OFFSETS: tl.constexpr,
     ASM: tl.constexpr,
     # tiles
     ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """One program owns ``2 * BLOCK_W`` columns, of one head, of every ``num_programs(0)``-th item and walks its edges
+    """One program owns ``2 * BLOCK_W`` columns, of one head, of the items that come its turn and walks their edges
     in CSR order. Slices of columns follow one another, so that the cache has to hold one slice of all rows."""
     first_word = tl.program_id(1) * BLOCK_W
     first_col = 2 * first_word
@@ -199,7 +196,7 @@ def _spmm_tile_kernel(
         row, num_rows, slot, first, last = load_item(items_ptr, item)
         y = aggregate_tile(
             row, num_rows, first, last, head, first_word, indptr_ptr, index_ptr, words_ptr, weight_ptr, x_scale_ptr,
-            stride_sn, WORDS, stride_xn, HEADS, HAS_WEIGHT, HAS_SCALE, WIDE_OFFSETS, ASM, ROWS, BLOCK_E, BLOCK_W,
+            stride_sn, WORDS, stride_xn, HEADS, HAS_WEIGHT, HAS_SCALE, ASM, ROWS, BLOCK_E, BLOCK_W,
         )  # fmt: skip
         if slot >= 0:
             offs_f = first_col + tl.arange(0, 2 * BLOCK_W)
@@ -236,7 +233,6 @@ def spmm_tile(
         WORDS=words.shape[1],
         stride_pn=partial.stride(0),
         stride_xn=words.stride(0),
-        WIDE_OFFSETS=words.shape[0] * words.stride(0) >= 2**31,
         ASM=not knobs.runtime.interpret,
         ROWS=GROUP_ROWS,
         **gather,

@@ -98,12 +98,12 @@ def dw_splits(num_rows: int, num_tiles: int, block_n: int) -> tuple[int, int]:
     return triton.cdiv(num_rows, rows), rows
 
 
-def _gather(num_columns: int, mean_degree: int, max_block_f: int, min_block_f: int = 2) -> Config:
-    """Tiles of [rows, edges, columns]: 64 elements a thread, more edges a step where rows are long."""
+def _gather(num_columns: int, mean_degree: int, max_block_f: int, min_block_f: int = 2, elements: int = 64) -> Config:
+    """Tiles of [rows, edges, columns]: ``elements`` a thread, more edges a step where rows are long."""
     block_f = _power_of_two(num_columns, min_block_f, max_block_f)
     block_e = _power_of_two(mean_degree // 2 + 1, 4, 32)
-    rows = min(16, max(1, 2048 // (block_e * block_f)))
-    warps = _power_of_two(rows * block_e * block_f // 2048, 1, 8)
+    rows = min(16, max(1, 32 * elements // (block_e * block_f)))
+    warps = _power_of_two(rows * block_e * block_f // (32 * elements), 1, 8)
     return {"ROWS": rows, "BLOCK_E": block_e, "BLOCK_F": block_f, **_options(warps)}
 
 
@@ -121,7 +121,6 @@ class SpmmStrategy(NamedTuple):
 
 def spmm_strategy(
     num_columns: int,
-    mean_degree: int,
     dtype: torch.dtype,
     *,
     heads: int = 1,
@@ -147,7 +146,7 @@ def spmm_strategy(
 
 
 def spmm_tile(block_f: int) -> Config:
-    """Aggregation on tensor cores."""
+    """Aggregation on tensor cores: 64 edges a step, 64 accumulators a thread."""
     return {"BLOCK_E": 64, "BLOCK_W": block_f // 2, **_options(4 if block_f > 256 else 2)}
 
 
@@ -160,6 +159,17 @@ def spmm_hubs(num_columns: int, whole_rows: bool) -> Config:
     """Sums of partial sums: tiles of [slots, columns], 32 elements a thread."""
     block_f = _power_of_two(num_columns, 8, SPMM_REQUANTIZE_MAX_COLUMNS if whole_rows else 128)
     return {"BLOCK_S": max(4, 4096 // block_f), "BLOCK_F": block_f, **_options(4)}
+
+
+def spmm_extremum(num_columns: int, mean_degree: int) -> Config:
+    """Maximum and the edge it comes from: 16 elements a thread, since 32 spill at some widths."""
+    return _gather(num_columns, mean_degree, 256, elements=16)
+
+
+def spmm_extremum_hubs(num_columns: int) -> Config:
+    """Maxima of partial maxima: tiles of [slots, columns], 16 elements a thread."""
+    block_f = _power_of_two(num_columns, 2, 128)
+    return {"BLOCK_S": max(4, 2048 // block_f), "BLOCK_F": block_f, **_options(4)}
 
 
 def sddmm(num_columns: int, mean_degree: int) -> Config:

@@ -49,6 +49,24 @@ def _sums(
     return matrix @ x.double(), total, bound
 
 
+def exact_sums(
+    indptr: Tensor, index: Tensor, x: Tensor, *, weight: Tensor | None = None, x_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """float64 ``[N, F]``: the sums, those of the terms' absolute values, and a bound of the error of :func:`spmm`."""
+    E = index.numel()
+    values = torch.ones(E, device=x.device, dtype=torch.float64) if weight is None else weight.double()
+    values = values[:, None] if values.dim() == 1 else values
+    if x_scale is not None:
+        values = values * x_scale.double().expand(x.shape[0])[index.long()][:, None]
+    heads = values.shape[1]
+    per_head = [
+        _sums(indptr, index, columns, value, _on_tensor_cores(x, heads))
+        for columns, value in zip(x.chunk(heads, dim=1), values.unbind(1), strict=True)
+    ]
+    exact, total, bound = (torch.cat(parts, dim=1) for parts in zip(*per_head, strict=True))
+    return exact, total, bound
+
+
 def assert_spmm_within_bound(
     indptr: Tensor,
     index: Tensor,
@@ -65,18 +83,8 @@ def assert_spmm_within_bound(
     options = {"weight": weight, "x_scale": x_scale, "row_factor": row_factor, "bias": bias, "out_dtype": out_dtype}
     out = spmm(indptr, index, x, **options, plan=plan)
     assert torch.equal(out, spmm(indptr, index, x, **options, plan=plan))  # bit for bit
-    E, N = index.numel(), indptr.numel() - 1
-    values = torch.ones(E, device=x.device, dtype=torch.float64) if weight is None else weight.double()
-    values = values[:, None] if values.dim() == 1 else values
-    if x_scale is not None:
-        values = values * x_scale.double().expand(x.shape[0])[index.long()][:, None]
-    heads = values.shape[1]
-    per_head = [
-        _sums(indptr, index, columns, value, _on_tensor_cores(x, heads))
-        for columns, value in zip(x.chunk(heads, dim=1), values.unbind(1), strict=True)
-    ]
-    exact, total, bound = (torch.cat(parts, dim=1) for parts in zip(*per_head, strict=True))
-    factor = torch.ones(N, device=x.device) if row_factor is None else row_factor
+    exact, total, bound = exact_sums(indptr, index, x, weight=weight, x_scale=x_scale)
+    factor = torch.ones(indptr.numel() - 1, device=x.device) if row_factor is None else row_factor
     offset = torch.zeros(x.shape[1], device=x.device) if bias is None else bias
     exact = exact * factor.double()[:, None] + offset.double()
     total = total * factor.double().abs()[:, None] + offset.double().abs()

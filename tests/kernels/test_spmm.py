@@ -3,7 +3,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from qgnn.kernels.spmm import spmm, spmm_requantize
-from torch import Tensor
 
 from graphs import RECTANGULAR
 from kernel_cases import (
@@ -20,6 +19,7 @@ from kernel_cases import (
 )
 from qgnn import reference, rng
 from spmm_cases import ALL_GRAPHS, GRAPH, assert_spmm_within_bound, graph
+
 
 @pytest.mark.parametrize("name", ALL_GRAPHS)
 def test_spmm_is_within_its_error_bound_on_every_graph(device: str, name: str) -> None:
