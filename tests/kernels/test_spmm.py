@@ -170,7 +170,7 @@ def test_poison_reaches_the_rows_that_aggregate_it_and_no_other(device: str) -> 
     )
 
 
-@pytest.mark.parametrize("shape", [(5, 0), (0, 3)])
+@pytest.mark.parametrize("shape", [(5, 0), (0, 3), (0, 33), (5, 33)])
 def test_aggregation_of_nothing(device: str, shape: tuple[int, int]) -> None:
     indptr, index = torch.zeros(5, dtype=torch.int32, device=device), torch.zeros(0, dtype=torch.int32, device=device)
     x, scale = random_codes(*shape, device), random_scales(shape[0], device)
