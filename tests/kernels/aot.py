@@ -25,11 +25,13 @@ from qgnn.kernels.matmul import matmul, matmul_dw, matmul_requantize
 from qgnn.kernels.memory import empty_codes
 from qgnn.kernels.quantize import quantize
 from qgnn.kernels.sddmm import sddmm
-from qgnn.kernels.spmm import spmm, spmm_requantize
+from qgnn.kernels.spmm import spmm, spmm_extremum, spmm_requantize
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, type_canonicalisation_dict
+
+from qgnn.activation import Activation, mask_width
 
 NUM_NODES = 4096
 MEAN_DEGREE = 14
@@ -38,6 +40,7 @@ SEED = torch.zeros(1, dtype=torch.int64)
 INDPTR = torch.empty(NUM_NODES + 1, dtype=torch.int32)
 INDEX = torch.empty(NUM_NODES * MEAN_DEGREE, dtype=torch.int32)
 WEIGHT = torch.empty(NUM_NODES * MEAN_DEGREE)
+HEAD_WEIGHT = torch.empty(NUM_NODES * MEAN_DEGREE, 4)
 SCALE = torch.empty(NUM_NODES)
 
 
@@ -52,6 +55,11 @@ def _rows(width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def _product(function: Callable[..., Any], num_inputs: int, num_outputs: int, **kwargs: Any) -> Callable[[], Any]:
     weight = _codes(num_inputs, num_outputs)
     return lambda: function(_codes(num_inputs), SCALE, weight, torch.empty(num_outputs), **kwargs)
+
+
+def _activation(width: int) -> Activation:
+    mask = torch.empty(NUM_NODES, mask_width(width), dtype=torch.uint8)
+    return Activation(relu=True, threshold=1 << 15, seed=SEED, stream=1, mask=mask)
 
 
 _int8_spmm = functools.partial(spmm, INDPTR, INDEX, weight=WEIGHT, x_scale=SCALE)
@@ -71,16 +79,28 @@ CASES: dict[str, Callable[[], Any]] = {
     "matmul_requantize/K256/M64": _product(matmul_requantize, 256, 64, seed=SEED),
     "matmul_dw/K128/M256": lambda: matmul_dw(_codes(256), SCALE, _codes(128), SCALE),
     "matmul_dw/K100/M47": lambda: matmul_dw(_codes(47), SCALE, _codes(100), SCALE),
+    "spmm/int8/F16": lambda: _int8_spmm(_codes(16)),
+    "spmm/int8/F64": lambda: _int8_spmm(_codes(64)),
     "spmm/int8/F128": lambda: _int8_spmm(_codes(128)),
-    "spmm/int8/F256/epilogue": lambda: _int8_spmm(_codes(256), row_factor=SCALE, bias=torch.empty(256)),
+    "spmm/int8/F256/epilogue": lambda: _int8_spmm(
+        _codes(256), row_factor=SCALE, bias=torch.empty(256), activation=_activation(256)
+    ),
     "spmm/int8/F100": lambda: _int8_spmm(_codes(100)),
     "spmm/int8/F602": lambda: _int8_spmm(_codes(602)),
+    "spmm/int8/F256/H4": lambda: spmm(INDPTR, INDEX, _codes(256), weight=HEAD_WEIGHT, x_scale=SCALE),
+    "spmm/int8/F256/int64": lambda: spmm(INDPTR.long(), INDEX.long(), _codes(256), x_scale=SCALE),
     "spmm/fp32/F128": lambda: spmm(INDPTR, INDEX, _rows(128), weight=WEIGHT),
-    "spmm/bf16/F128": lambda: spmm(INDPTR, INDEX, _rows(128, torch.bfloat16), weight=WEIGHT),
+    "spmm/fp32/F128/H4": lambda: spmm(INDPTR, INDEX, _rows(128), weight=HEAD_WEIGHT),
+    "spmm/bf16/F128/epilogue": lambda: spmm(
+        INDPTR, INDEX, _rows(128, torch.bfloat16), weight=WEIGHT, bias=torch.empty(128), activation=_activation(128)
+    ),
     "spmm_requantize/F256": lambda: spmm_requantize(
         INDPTR, INDEX, _codes(256), weight=WEIGHT, x_scale=SCALE, row_factor=SCALE, seed=SEED
     ),
-    "spmm_requantize/F1024": lambda: spmm_requantize(INDPTR, INDEX, _codes(1024), x_scale=SCALE, seed=SEED),
+    "spmm_requantize/F512": lambda: spmm_requantize(INDPTR, INDEX, _codes(512), x_scale=SCALE, seed=SEED),
+    "spmm_requantize/fp32/F256": lambda: spmm_requantize(INDPTR, INDEX, _rows(256), weight=WEIGHT, seed=SEED),
+    "spmm_extremum/fp32/F128": lambda: spmm_extremum(INDPTR, INDEX, _rows(128), weight=WEIGHT),
+    "spmm_extremum/int8/F64": lambda: spmm_extremum(INDPTR, INDEX, _codes(64), x_scale=SCALE, largest=False),
     "sddmm/int8/F128": lambda: sddmm(INDPTR, INDEX, _codes(128), _codes(128), target_scale=SCALE, source_scale=SCALE),
     "sddmm/int8/F602": lambda: sddmm(INDPTR, INDEX, _codes(602), _codes(602), target_scale=SCALE, source_scale=SCALE),
     "sddmm/fp32/F128": lambda: sddmm(INDPTR, INDEX, _rows(128), _rows(128)),
@@ -95,6 +115,7 @@ MAIN_CASES = {
     "matmul_dw/K128/M256",
     "spmm/int8/F256/epilogue",
     "spmm_requantize/F256",
+    "spmm_extremum/fp32/F128",
     "sddmm/int8/F128",
 }
 
@@ -130,6 +151,8 @@ def _source(kernel: JITFunction, kwargs: dict[str, Any]) -> tuple[ASTSource, dic
         if isinstance(value, torch.Tensor):
             signature[name] = "*" + type_canonicalisation_dict[str(value.dtype).removeprefix("torch.")]
             aligned = value.data_ptr() % 16 == 0
+        elif isinstance(value, float):
+            signature[name], aligned = "fp32", False
         else:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             aligned = value % 16 == 0 and not parameter.do_not_specialize
