@@ -4,7 +4,7 @@ Nothing is tuned at run time: graphs arrive in a new size with every sampled bat
 never finish. A configuration is a dict of the kernel's tile parameters and launch options."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,6 +21,16 @@ def _capability(index: int) -> int:
 def architecture(device: torch.device) -> int:
     """Compute capability as a number, e.g. 90; the interpreter on CPU tensors plays an sm_90."""
     return _capability(device.index or 0) if device.type == "cuda" else 90
+
+
+@functools.cache
+def _l2_bytes(index: int) -> int:
+    return torch.cuda.get_device_properties(index).L2_cache_size
+
+
+def l2_bytes(device: torch.device) -> int:
+    """Size of the cache that all multiprocessors share; the interpreter on CPU tensors plays an H100."""
+    return _l2_bytes(device.index or 0) if device.type == "cuda" else 50 * 2**20
 
 
 def _power_of_two(value: int, low: int, high: int) -> int:
@@ -157,26 +167,78 @@ def dw_splits(num_rows: int, num_tiles: int, block_n: int) -> tuple[int, int]:
     return triton.cdiv(num_rows, rows), rows
 
 
-def _gather(num_columns: int, mean_degree: int, max_block_f: int) -> Config:
-    """Tiles of [rows, edges, columns]: 64 elements a thread, more edges a step where rows are long."""
-    block_f = _power_of_two(num_columns, 2, max_block_f)
+def _gather(num_columns: int, mean_degree: int, max_block_f: int, min_block_f: int = 2, elements: int = 64) -> Config:
+    """Tiles of [rows, edges, columns]: ``elements`` a thread, more edges a step where rows are long."""
+    block_f = _power_of_two(num_columns, min_block_f, max_block_f)
     block_e = _power_of_two(mean_degree // 2 + 1, 4, 32)
-    rows = min(16, max(1, 2048 // (block_e * block_f)))
-    warps = _power_of_two(rows * block_e * block_f // 2048, 1, 8)
+    rows = min(16, max(1, 32 * elements // (block_e * block_f)))
+    warps = _power_of_two(rows * block_e * block_f // (32 * elements), 1, 8)
     return {"ROWS": rows, "BLOCK_E": block_e, "BLOCK_F": block_f, **_options(warps)}
 
 
-SPMM_REQUANTIZE_MAX_COLUMNS = 1024  # the widest output row that one program of the requantizing aggregation holds
+SPMM_REQUANTIZE_MAX_COLUMNS = 512  # the widest output row that one program of the requantizing aggregation holds
+SPMM_TILE_MIN_COLUMNS = 32
+_SLICE = 128  # columns of codes; what a slice of all rows takes in the cache is a slice's share of the codes
 
 
-def spmm(num_columns: int, mean_degree: int) -> Config:
-    """Aggregation, in slices of 512 columns."""
-    return _gather(num_columns, mean_degree, 512)
+class SpmmStrategy(NamedTuple):
+    """Whether an aggregation runs on tensor cores, and how many columns one of their programs holds."""
+
+    on_tensor_cores: bool
+    block_f: int
 
 
-def spmm_requantize(num_columns: int, mean_degree: int) -> Config:
-    """Aggregation that holds whole output rows; up to 512 columns the tiles of :func:`spmm`, hence the same sums."""
-    return _gather(num_columns, mean_degree, SPMM_REQUANTIZE_MAX_COLUMNS)
+def spmm_strategy(
+    num_columns: int,
+    dtype: torch.dtype,
+    *,
+    heads: int = 1,
+    whole_rows: bool = False,
+    code_bytes: int = 0,
+    l2_bytes: int = 0,
+) -> SpmmStrategy:
+    """How to aggregate. Whole rows are gathered at once, up to 256 columns, unless the codes outgrow half of the
+    cache: then a slice of 128 bytes of all rows at a time. A slice lies within a head."""
+    width = num_columns // heads
+    if dtype != torch.int8 or width < SPMM_TILE_MIN_COLUMNS or (heads > 1 and width % SPMM_TILE_MIN_COLUMNS):
+        return SpmmStrategy(False, 0)
+    if whole_rows:
+        return SpmmStrategy(True, _power_of_two(num_columns, 32, SPMM_REQUANTIZE_MAX_COLUMNS))
+    widest = _SLICE if 2 * code_bytes > l2_bytes else 2 * _SLICE
+    if heads > 1:
+        return SpmmStrategy(True, min(width & -width, widest))
+    # Of two slices' widths, the one whose slices overlap the end of the row less.
+    block_f = min(_power_of_two(width, 32, widest), widest)
+    half = max(32, block_f // 2)
+    narrow = width > block_f and triton.cdiv(width, half) * half < triton.cdiv(width, block_f) * block_f
+    return SpmmStrategy(True, half if narrow else block_f)
+
+
+def spmm_tile(block_f: int) -> Config:
+    """Aggregation on tensor cores: 64 edges a step, 64 accumulators a thread."""
+    return {"BLOCK_E": 64, "BLOCK_W": block_f // 2, **_options(4 if block_f > 256 else 2)}
+
+
+def spmm_rows(num_columns: int, mean_degree: int, *, whole_rows: bool = False, has_mask: bool = False) -> Config:
+    """Aggregation by multiply-adds, in slices of 512 columns; a mask is made of bytes, of 8 columns each."""
+    return _gather(num_columns, mean_degree, 512, 8 if has_mask else 2)
+
+
+def spmm_hubs(num_columns: int, whole_rows: bool) -> Config:
+    """Sums of partial sums: tiles of [slots, columns], 32 elements a thread."""
+    block_f = _power_of_two(num_columns, 8, SPMM_REQUANTIZE_MAX_COLUMNS if whole_rows else 128)
+    return {"BLOCK_S": max(4, 4096 // block_f), "BLOCK_F": block_f, **_options(4)}
+
+
+def spmm_extremum(num_columns: int, mean_degree: int) -> Config:
+    """Maximum and the edge it comes from: 16 elements a thread, since 32 spill at some widths."""
+    return _gather(num_columns, mean_degree, 256, elements=16)
+
+
+def spmm_extremum_hubs(num_columns: int) -> Config:
+    """Maxima of partial maxima: tiles of [slots, columns], 16 elements a thread."""
+    block_f = _power_of_two(num_columns, 2, 128)
+    return {"BLOCK_S": max(4, 2048 // block_f), "BLOCK_F": block_f, **_options(4)}
 
 
 def sddmm(num_columns: int, mean_degree: int) -> Config:

@@ -47,9 +47,9 @@ def far_columns(x: Tensor) -> Tensor:
 
 
 def far_rows(x: Tensor) -> Tensor:
-    """The same values with rows as far apart."""
-    stride = -(-(2**31) // (x.shape[0] - 1))
-    num_elements = (x.shape[0] - 1) * stride + x.shape[1]
+    """The same values with rows as far apart, at multiples of 16, even if they are read in words of two bytes."""
+    stride = -(-(2**31) * (2 if x.element_size() == 1 else 1) // (x.shape[0] - 1) // 16) * 16
+    num_elements = (x.shape[0] - 1) * stride + 1024
     storage = torch.UntypedStorage(num_elements * x.element_size(), device=x.device)
     return torch.tensor([], dtype=x.dtype, device=x.device).set_(storage, 0, x.shape, (stride, 1)).copy_(x)
 

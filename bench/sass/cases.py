@@ -13,7 +13,7 @@ from qgnn.kernels.matmul import matmul, matmul_dw, matmul_requantize, quantize_m
 from qgnn.kernels.memory import empty_codes
 from qgnn.kernels.quantize import masked_grad, quantize, quantize_grad
 from qgnn.kernels.sddmm import sddmm
-from qgnn.kernels.spmm import spmm, spmm_requantize
+from qgnn.kernels.spmm import spmm, spmm_extremum, spmm_requantize
 from torch import Tensor
 
 from qgnn.activation import Activation, mask_width
@@ -112,15 +112,49 @@ def _matmul_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
     }
 
 
+def _spmm_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
+    bf16, by_head = torch.bfloat16, torch.ones((made.num_nodes * MEAN_DEGREE, 4), device=made.device)
+    last = {"bias": made.vector(256), "activation": made.activation(256)}
+
+    def sums(x: Tensor, weight: Tensor | None = made.weight, degree: int = MEAN_DEGREE, **kwargs: Any) -> Tensor:
+        scale = made.scale if x.dtype == torch.int8 else None
+        return spmm(*made.graph(degree), x, weight=weight, x_scale=scale, **kwargs)
+
+    def codes(x: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        scale = made.scale if x.dtype == torch.int8 else None
+        return spmm_requantize(*made.graph(), x, x_scale=scale, seed=made.seed, **kwargs)
+
+    def wide_indices() -> Tensor:
+        indptr, index = made.graph()
+        return spmm(indptr.long(), index.long(), made.codes(256), weight=made.weight, x_scale=made.scale)
+
+    return {
+        "spmm/int8/F16": lambda: sums(made.codes(16)),
+        "spmm/int8/F64": lambda: sums(made.codes(64)),
+        "spmm/int8/F128": lambda: sums(made.codes(128)),
+        "spmm/int8/F256": lambda: sums(made.codes(256)),
+        "spmm/int8/F256/epilogue": lambda: sums(made.codes(256), row_factor=made.scale, **last),
+        "spmm/int8/F256/H4": lambda: sums(made.codes(256), by_head),
+        "spmm/int8/F256/int64": wide_indices,
+        "spmm/int8/F100": lambda: sums(made.codes(100)),
+        "spmm/int8/F602": lambda: sums(made.codes(602)),
+        "spmm/int8/F128/degree51": lambda: sums(made.codes(128), None, 51),
+        "spmm/fp32/F128": lambda: sums(made.rows(128)),
+        "spmm/fp32/F128/H4": lambda: sums(made.rows(128), by_head),
+        "spmm/bf16/F256/epilogue": lambda: sums(made.rows(256, bf16), **last),
+        "spmm_requantize/F256": lambda: codes(made.codes(256), weight=made.weight, row_factor=made.scale),
+        "spmm_requantize/F512": lambda: codes(made.codes(512)),
+        "spmm_requantize/fp32/F256": lambda: codes(made.rows(256), weight=made.weight),
+        "spmm_extremum/fp32/F128": lambda: spmm_extremum(*made.graph(), made.rows(128), weight=made.weight),
+        "spmm_extremum/int8/F64": lambda: spmm_extremum(
+            *made.graph(), made.codes(64), x_scale=made.scale, largest=False
+        ),
+    }
+
+
 def make_cases(device: torch.device, num_nodes: int) -> dict[str, Callable[[], Any]]:
     """Calls of the launchers, by name."""
     made = _Inputs(device, num_nodes)
-
-    def int8_spmm(x: Tensor, **kwargs: Any) -> Tensor:
-        return spmm(*made.graph(), x, weight=made.weight, x_scale=made.scale, **kwargs)
-
-    def int8_spmm_requantize(x: Tensor, weight: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return spmm_requantize(*made.graph(), x, weight=weight, x_scale=made.scale, seed=made.seed, **kwargs)
 
     def int8_sddmm(x: Tensor) -> Tensor:
         return sddmm(*made.graph(), x, x, target_scale=made.scale, source_scale=made.scale)
@@ -128,18 +162,7 @@ def make_cases(device: torch.device, num_nodes: int) -> dict[str, Callable[[], A
     return {
         **_quantize_cases(made),
         **_matmul_cases(made),
-        "spmm/int8/F64": lambda: int8_spmm(made.codes(64)),
-        "spmm/int8/F128": lambda: int8_spmm(made.codes(128)),
-        "spmm/int8/F256/epilogue": lambda: int8_spmm(made.codes(256), row_factor=made.scale, bias=made.vector(256)),
-        "spmm/int8/F100": lambda: int8_spmm(made.codes(100)),
-        "spmm/int8/F602": lambda: int8_spmm(made.codes(602)),
-        "spmm/int8/F128/degree51": lambda: spmm(*made.graph(51), made.codes(128), x_scale=made.scale),
-        "spmm/fp32/F128": lambda: spmm(*made.graph(), made.rows(128), weight=made.weight),
-        "spmm/bf16/F128": lambda: spmm(*made.graph(), made.rows(128, torch.bfloat16), weight=made.weight),
-        "spmm_requantize/F256": lambda: int8_spmm_requantize(
-            made.codes(256), weight=made.weight, row_factor=made.scale
-        ),
-        "spmm_requantize/F1024": lambda: int8_spmm_requantize(made.codes(1024)),
+        **_spmm_cases(made),
         "sddmm/int8/F128": lambda: int8_sddmm(made.codes(128)),
         "sddmm/int8/F602": lambda: int8_sddmm(made.codes(602)),
         "sddmm/fp32/F128": lambda: sddmm(*made.graph(), made.rows(128), made.rows(128)),
@@ -158,6 +181,8 @@ MAIN = {
     "quantize_matmul_requantize/fp32/K128/M256",
     "spmm/int8/F256/epilogue",
     "spmm_requantize/F256",
+    "spmm/fp32/F128",
+    "spmm_extremum/fp32/F128",
     "sddmm/int8/F128",
 }
 
@@ -195,7 +220,10 @@ WORK: dict[str, Work] = {
     "_matmul_requantize_kernel": Work("output", _tile("BLOCK_N", "BLOCK_M"), in_loop=False),
     "_matmul_dw_kernel": Work("code", lambda launch: launch["BLOCK_N"] * (launch["BLOCK_M"] + launch["BLOCK_K"])),
     "_add_partials_kernel": Work("output", _tile("BLOCK"), in_loop=False),
-    "_spmm_kernel": _GATHERED,
-    "_spmm_requantize_kernel": _GATHERED,
+    "_spmm_tile_kernel": Work("gathered value", lambda launch: 2 * launch["BLOCK_E"] * launch["BLOCK_W"]),
+    "_spmm_rows_kernel": _GATHERED,
+    "_spmm_hubs_kernel": Work("partial sum", _tile("BLOCK_S", "BLOCK_F")),
+    "_spmm_extremum_kernel": _GATHERED,
+    "_spmm_extremum_hubs_kernel": Work("partial extremum", _tile("BLOCK_S", "BLOCK_F")),
     "_sddmm_kernel": _GATHERED,
 }

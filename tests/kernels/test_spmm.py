@@ -3,72 +3,28 @@ from collections.abc import Callable
 import pytest
 import torch
 from qgnn.kernels.spmm import spmm, spmm_requantize
-from torch import Tensor
 
-from graphs import GRAPHS, RECTANGULAR
+from graphs import RECTANGULAR
 from kernel_cases import (
     FLOATS,
     LAYOUTS,
     SIZES,
-    UNIT,
-    assert_within,
     csr,
     dense,
     far_columns,
     quiet,
     random_codes,
     random_scales,
-    storage_error,
     surrounded,
 )
 from qgnn import reference, rng
-
-ALL_GRAPHS = {name: (edges, n, n) for name, (edges, n) in GRAPHS.items()} | RECTANGULAR
-GRAPH = RECTANGULAR["wide"]  # 90 edges from 60 nodes into 7
-
-
-def _graph(name: str, device: str) -> tuple[Tensor, Tensor, int, int]:
-    edge_index, num_sources, num_targets = ALL_GRAPHS[name]
-    return *csr(edge_index, num_targets, device), num_sources, num_targets
-
-
-def _assert_within_bound(
-    indptr: Tensor,
-    index: Tensor,
-    x: Tensor,
-    *,
-    weight: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    row_factor: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """A row of d terms takes d fused multiply-adds, sums of partial sums among them, and four more roundings: scale
-    times weight, row factor, bias, result."""
-    options = {"weight": weight, "x_scale": x_scale, "row_factor": row_factor, "bias": bias}
-    out = spmm(indptr, index, x, **options, out_dtype=out_dtype)
-    value = torch.ones(index.numel(), device=x.device, dtype=torch.float64) if weight is None else weight.double()
-    if x_scale is not None:
-        value = value * x_scale.double().expand(x.shape[0])[index.long()]
-    factor = torch.ones(indptr.numel() - 1, device=x.device) if row_factor is None else row_factor
-    offset = torch.zeros(x.shape[1], device=x.device) if bias is None else bias
-    exact, magnitude = (
-        dense(indptr, index, v, x.shape[0]) @ rows * f.double()[:, None] + b.double()
-        for v, rows, f, b in [
-            (value, x.double(), factor, offset),
-            (value.abs(), x.double().abs(), factor.abs(), offset.abs()),
-        ]
-    )
-    roundings = indptr.diff()[:, None] + 4
-    assert_within(out, exact, roundings * 1.01 * UNIT * magnitude + storage_error(out.dtype) * magnitude)
-    assert torch.equal(out, spmm(indptr, index, x, **options, out_dtype=out_dtype))  # bit for bit
-    return out
+from spmm_cases import ALL_GRAPHS, GRAPH, assert_spmm_within_bound, graph
 
 
 @pytest.mark.parametrize("name", ALL_GRAPHS)
 def test_spmm_is_within_its_error_bound_on_every_graph(device: str, name: str) -> None:
-    indptr, index, S, N = _graph(name, device)
-    _assert_within_bound(
+    indptr, index, S, N = graph(name, device)
+    assert_spmm_within_bound(
         indptr,
         index,
         random_codes(S, 7, device),
@@ -79,13 +35,13 @@ def test_spmm_is_within_its_error_bound_on_every_graph(device: str, name: str) -
     )
 
 
-@pytest.mark.parametrize("width", [*SIZES, 600])
+@pytest.mark.parametrize("width", [*SIZES, 64, 256, 602])
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_spmm_is_within_its_error_bound_at_every_width(device: str, width: int, is_int8: bool) -> None:
     indptr, index = csr(GRAPH[0], GRAPH[2], device)
     x = random_codes(GRAPH[1], width, device) if is_int8 else torch.randn(GRAPH[1], width, device=device)
     scale = random_scales(GRAPH[1], device) if is_int8 else None
-    _assert_within_bound(indptr, index, x, x_scale=scale, weight=torch.randn(index.numel(), device=device))
+    assert_spmm_within_bound(indptr, index, x, x_scale=scale, weight=torch.randn(index.numel(), device=device))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -93,7 +49,7 @@ def test_spmm_is_within_its_error_bound_at_every_width(device: str, width: int, 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_spmm_of_floats_keeps_their_type(device: str, dtype: torch.dtype, weighted: bool, scaled: bool) -> None:
     indptr, index = csr(GRAPH[0], GRAPH[2], device)
-    out = _assert_within_bound(
+    out = assert_spmm_within_bound(
         indptr,
         index,
         torch.randn(GRAPH[1], 33, device=device).to(dtype),
@@ -106,7 +62,7 @@ def test_spmm_of_floats_keeps_their_type(device: str, dtype: torch.dtype, weight
 def test_spmm_takes_one_scale_for_all_rows_and_writes_the_type_asked_for(device: str) -> None:
     indptr, index = csr(GRAPH[0], GRAPH[2], device)
     scale = torch.full((1,), 0.01, device=device)
-    out = _assert_within_bound(
+    out = assert_spmm_within_bound(
         indptr, index, random_codes(GRAPH[1], 33, device), x_scale=scale, out_dtype=torch.float16
     )
     assert out.dtype == torch.float16
@@ -166,7 +122,7 @@ def test_aggregation_leaves_its_inputs_alone(device: str) -> None:
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_requantized_codes_equal_reference_on_exact_sums(device: str, name: str, stochastic: bool) -> None:
     """Scales and weights are powers of two, so that every sum is exact in whatever order it is formed."""
-    indptr, index, S, N = _graph(name, device)
+    indptr, index, S, N = graph(name, device)
     options = {
         "weight": 2.0 ** torch.randint(-2, 3, (index.numel(),), device=device),
         "x_scale": 2.0 ** torch.randint(-2, 3, (S,), device=device),
@@ -194,7 +150,7 @@ def test_requantized_codes_equal_reference_at_every_width(device: str, width: in
 
 @quiet
 def test_poison_reaches_the_rows_that_aggregate_it_and_no_other(device: str) -> None:
-    indptr, index, S, N = _graph("random", device)
+    indptr, index, S, N = graph("random", device)
     codes, scale = random_codes(S, 33, device), random_scales(S, device)
     rows = torch.randn(S, 33, device=device)
     expected_codes, expected_rows = spmm(indptr, index, codes, x_scale=scale), spmm(indptr, index, rows)
@@ -214,7 +170,7 @@ def test_poison_reaches_the_rows_that_aggregate_it_and_no_other(device: str) -> 
     )
 
 
-@pytest.mark.parametrize("shape", [(5, 0), (0, 3)])
+@pytest.mark.parametrize("shape", [(5, 0), (0, 3), (0, 33), (5, 33)])
 def test_aggregation_of_nothing(device: str, shape: tuple[int, int]) -> None:
     indptr, index = torch.zeros(5, dtype=torch.int32, device=device), torch.zeros(0, dtype=torch.int32, device=device)
     x, scale = random_codes(*shape, device), random_scales(shape[0], device)
