@@ -144,15 +144,14 @@ def test_a_long_file_is_found(copy: Path) -> None:
 
 
 def test_a_primitive_without_a_room_is_found(copy: Path) -> None:
-    (copy / "kernels" / "spmm.py").rename(copy / "kernels" / "aggregate.py")
-    for path in (copy / "kernels" / "cpu").glob("spmm*.c"):
-        path.rename(path.with_stem("aggregate"))
+    for path in [*(copy / "kernels").glob("spmm*.py"), *(copy / "kernels" / "cpu").glob("spmm*.c")]:
+        path.rename(path.with_stem(path.stem.replace("spmm", "aggregate")))
     plant(copy, "kernels/cpu/gather.c", "")
     plant(copy, "qgnn/ops/attention.py", "")
     plant(copy, "kernels/attention.py", "def _attention_rows_kernel(x_ptr): ...")
     plant(copy, "kernels/cpu/attention.c", "void attention(void);")
     assert set(house.missing_rooms(copy)) >= {
-        "kernels/aggregate.py is named after no primitive",
+        "kernels/aggregate_rows.py is named after no primitive",
         "kernels/cpu/gather.c is named after no primitive",
         "'spmm' has no kernels/spmm.py and no kernels/cpu/spmm.c",
         "'attention' has no tests/ops/test_attention.py",
