@@ -114,7 +114,7 @@ def _matmul_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
 
 def _spmm_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
     bf16, by_head = torch.bfloat16, torch.ones((made.num_nodes * MEAN_DEGREE, 4), device=made.device)
-    last = {"bias": made.vector(256), "activation": made.activation(256)}
+    last: dict[str, Any] = {"bias": made.vector(256), "activation": made.activation(256)}
 
     def sums(x: Tensor, weight: Tensor | None = made.weight, degree: int = MEAN_DEGREE, **kwargs: Any) -> Tensor:
         scale = made.scale if x.dtype == torch.int8 else None
@@ -195,15 +195,26 @@ class Work(NamedTuple):
         elements: How many of them a program deals with, from the arguments of a launch; in one trip of its longest
             innermost loop if ``in_loop`` and there is one.
         in_loop: Whether the loop's instructions count, and not all.
+        trips: Of all instructions, how often the loop's are executed; once if it is not given.
     """
 
     unit: str
     elements: Callable[[dict[str, Any]], int]
     in_loop: bool = True
+    trips: Callable[[dict[str, Any]], int] | None = None
 
 
 def _tile(*sizes: str) -> Callable[[dict[str, Any]], int]:
     return lambda launch: functools.reduce(lambda product, name: product * launch[name], sizes, 1)
+
+
+def _values_and_outputs(launch: dict[str, Any]) -> int:
+    """Of whole rows of the input and of the output."""
+    return launch["BLOCK_N"] * (launch["BLOCK_K"] + _output_tiles(launch) * launch["BLOCK_M"])
+
+
+def _output_tiles(launch: dict[str, Any]) -> int:
+    return -(-launch["M"] // launch["BLOCK_M"])
 
 
 _GATHERED = Work("gathered value", _tile("ROWS", "BLOCK_E", "BLOCK_F"))
@@ -212,14 +223,12 @@ WORK: dict[str, Work] = {
     "_quantize_kernel": Work("value", _tile("BLOCK_N", "BLOCK_F")),
     "_quantize_grad_kernel": Work("value", _tile("BLOCK_N", "BLOCK_F")),
     "_masked_grad_kernel": Work("value", _tile("BLOCK_N", "BLOCK_F"), in_loop=False),
-    "_quantize_matmul_kernel": Work("output of a trip", _tile("BLOCK_N", "BLOCK_M")),
-    "_quantize_matmul_requantize_kernel": Work(
-        "value and output", lambda launch: launch["BLOCK_N"] * (launch["BLOCK_K"] + launch["BLOCK_M"]), in_loop=False
-    ),
+    "_quantize_matmul_kernel": Work("value and output", _values_and_outputs, in_loop=False, trips=_output_tiles),
+    "_quantize_matmul_requantize_kernel": Work("value and output", _values_and_outputs, in_loop=False),
     "_matmul_kernel": Work("output", _tile("BLOCK_N", "BLOCK_M"), in_loop=False),
     "_matmul_requantize_kernel": Work("output", _tile("BLOCK_N", "BLOCK_M"), in_loop=False),
     "_matmul_dw_kernel": Work("code", lambda launch: launch["BLOCK_N"] * (launch["BLOCK_M"] + launch["BLOCK_K"])),
-    "_add_partials_kernel": Work("output", _tile("BLOCK"), in_loop=False),
+    "_add_partials_kernel": Work("partial result", _tile("BLOCK_S", "BLOCK")),
     "_spmm_tile_kernel": Work("gathered value", lambda launch: 2 * launch["BLOCK_E"] * launch["BLOCK_W"]),
     "_spmm_rows_kernel": _GATHERED,
     "_spmm_hubs_kernel": Work("partial sum", _tile("BLOCK_S", "BLOCK_F")),

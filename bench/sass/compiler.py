@@ -93,6 +93,8 @@ def compile_case(name: str, case: Callable[[], object], arch: int) -> Iterator[d
         instructions = machine_code.count(code.instructions)
         in_loop = None if loop is None else machine_code.count(loop)
         counts = in_loop if work.in_loop and in_loop is not None else instructions
+        if work.trips is not None and in_loop is not None:
+            counts = {kind: n + (work.trips(kwargs) - 1) * in_loop.get(kind, 0) for kind, n in instructions.items()}
         yield {
             "case": f"{name}/sm_{arch}",
             "kernel": kernel.__name__,

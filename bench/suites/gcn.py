@@ -54,8 +54,7 @@ class FusedConv(QGCNConv):
 
     def with_relu(self, x: Tensor | QTensor, edge_index: Tensor) -> Tensor:
         graph = self._prepare(x.shape[0], edge_index, None, x.dtype)
-        weight, options = self.lin.weight, {"activation": "relu", "config": self.config}
-        return graph_linear(graph, x, weight, self.bias, **options)
+        return graph_linear(graph, x, self.lin.weight, self.bias, activation="relu", config=self.config)
 
 
 class GCN(torch.nn.Module):
