@@ -41,23 +41,52 @@ _BUDGETS: dict[str, Budget] = {
     r"_quantize_kernel .*nearest": Budget(14, 1.25, 1),  # no hash; bf16 widens by a multiplication (12.0 to 12.5)
     r"_quantize_kernel .*column_major": Budget(29, 2.1, 1),  # an address and a load of 4 bytes a value (26 to 26.6)
     # Scaling and storing an output take 2, the product's operands and addresses the rest (9.4 to 12.4; 18.2 on sm_80).
+    # With an epilogue: the hash of dropout and the mask's bits (25 to 28.4).
+    r"_matmul_kernel .*/activation": Budget(31, 2.1, 0, on_sm_80=1),
     r"_matmul_kernel .*K(128|256)": Budget(13.5, 0.5, 0, on_sm_80=6.5),
     r"_matmul_kernel .*M47": Budget(22.5, 2.5, 0, on_sm_80=1),  # rows of 47 floats: stored one by one (15.6 to 20.6)
     # Rounding on top of the product, as in quantize (13.6 to 19.7 to nearest, 18.4 to 25.8; 31.6 on sm_80).
     r"_matmul_requantize_kernel .*nearest": Budget(20.5, 0.25, 1, on_sm_80=1.5),
     r"_matmul_requantize_kernel .*M256": Budget(27.5, 1.75, 1, on_sm_80=7.5),
     r"_matmul_requantize_kernel .*M64": Budget(31, 2, 1, on_sm_80=8.5),  # half the tile, the same scales
-    # Codes become fp16 by bits: a PRMT, half a LOP3 and half an HADD2 (4.8 to 5.6). sm_80 transposes in registers.
-    r"_matmul_dw_kernel": Budget(6.2, 0.25, 0, on_sm_80=4.7),
-    # Memory-bound whatever it does: 256 KiB a split, which stay in L2.
-    r"_add_partials_kernel": Budget(55, 0.5, 0),
-    # Widening by a multiplication, then FFMA (4 to 5.3).
-    r"_spmm_kernel .*bf16": Budget(5.8, 1, 0),
-    r"_spmm_kernel .*fp32": Budget(7.7, 0.05, 0),  # addresses and masks of loads four times as many (4.1 to 7)
-    # A byte is split off (PRMT), converted (I2FP), freed of its bias (FADD) and added (FFMA); 1 to 2.6 more for
-    # addresses, masks and the edge's factor (4.4 to 6.6; 6.9 on sm_80).
-    r"_spmm_kernel .*int8": Budget(7.2, 0.1, 0, on_sm_80=1),
-    r"_spmm_requantize_kernel": Budget(6.5, 0.05, 0, on_sm_80=1),
+    # The hash of dropout comes to that of rounding: 1.5 more a value, and 4 for the mask's bits (22.7 to 31.3).
+    r"_quantize_matmul_kernel .*/activation": Budget(33, 2.4, 1.1),
+    # Rounding of the values, half of them here, and scaling of the outputs (10.6 to 14.7); of M47 the outputs are few
+    # and stored one by one (17.3 to 20.4).
+    r"_quantize_matmul_kernel .*M256": Budget(16, 0.7, 1.1),
+    r"_quantize_matmul_kernel .*M47": Budget(22.5, 1.75, 1.1),
+    # Every value and every output is rounded: 15 to 17, and the product's operands and addresses (17.1 to 30.3).
+    r"_quantize_matmul_requantize_kernel .*K512": Budget(33, 3.4, 1, on_sm_80=1),
+    r"_quantize_matmul_requantize_kernel": Budget(29.5, 1.8, 1, on_sm_80=1),
+    # The quantizer, a sum (FADD), and with a mask a bit and a choice (15.8 to 17.2, 19 to 22.2); bf16 widens by a
+    # multiplication.
+    r"_quantize_grad_kernel .*unmasked": Budget(19, 1.35, 1),
+    r"_quantize_grad_kernel .*fp32": Budget(23, 1.35, 1),
+    r"_quantize_grad_kernel .*bf16": Budget(24.5, 2.4, 1),
+    r"_masked_grad_kernel": Budget(12.5, 0.75, 0),  # a bit, a product, a choice, and addresses of both (11.3)
+    # Codes become fp16 by bits: a PRMT, half a LOP3 and half an HADD2 (4.5 to 4.9). sm_80 transposes in registers.
+    r"_matmul_dw_kernel": Budget(5.4, 0.25, 0, on_sm_80=2.9),
+    # Memory-bound whatever it does: an address and an addition a result; few outputs share less (3.7 to 4.2; 50).
+    r"_add_partials_kernel .*M256": Budget(4.6, 0.85, 0),
+    r"_add_partials_kernel .*quantize_grad/(fp32/F128|bf16)": Budget(4.6, 0.85, 0),
+    r"_add_partials_kernel": Budget(55, 14.5, 0),
+    # Two codes are split by one PRMT and half an HADD2 each; the tile of weights, its exponent and 64-bit addresses are
+    # shared by the columns, so narrow slices cost more (2.6 to 2.9; 3.2 to 3.4; 4.3 to 4.5). No conversions at all.
+    r"_spmm_tile_kernel .*(F64|/H4)/sm": Budget(5, 0.1, 0),
+    r"_spmm_tile_kernel .*F(100|128|602)": Budget(3.8, 0.1, 0),
+    r"_spmm_tile_kernel": Budget(3.2, 0.02, 0),
+    # Widening by a multiplication, then FFMA (3.9 to 4.4); of fp32, addresses and masks of loads twice as many (2.9 to
+    # 5), and an address and a load of each head's weight (5.3 to 8.7).
+    r"_spmm_rows_kernel .*bf16": Budget(4.9, 1.4, 0),
+    r"_spmm_rows_kernel .*fp32/F128/H4": Budget(9.6, 0.05, 0),
+    r"_spmm_rows_kernel .*fp32": Budget(5.5, 0.55, 0),
+    # A byte is split off (PRMT), converted (I2FP), freed of its bias (FADD) and added (FFMA); the rest are addresses,
+    # masks and the edge's factor, shared by 16 columns only (5.5 to 7.1).
+    r"_spmm_rows_kernel .*int8": Budget(7.9, 0.15, 0, on_sm_80=1),
+    r"_spmm_hubs_kernel": Budget(4.1, 0.3, 0),  # a load, an addition and their share of a mask (2.6 to 3.7)
+    # A product, two comparisons (NaN), two choices, and the edge (10.6 to 12.5).
+    r"_spmm_extremum_kernel": Budget(13.8, 0.55, 0, on_sm_80=1),
+    r"_spmm_extremum_hubs_kernel": Budget(12, 0.05, 0),  # two loads in place of one (10.4 to 10.9)
     # Both bytes are split off (PRMT) and multiplied in int32, products added in a tree (4.2 to 4.9).
     r"_sddmm_kernel .*int8": Budget(5.5, 1.05, 0.1),
     r"_sddmm_kernel .*fp32": Budget(8.6, 0.05, 0),  # eight shuffles an edge of 128 values (7.2 to 7.8)
