@@ -1,4 +1,5 @@
-"""What stands between a pair of markers of README, made of records: the suites' tables and those of ``qgnn train``."""
+"""What stands between a pair of markers of README: the suites' tables and those of ``qgnn train`` and ``bench sass``,
+made of records, and the roofline's, which is arithmetic."""
 
 import json
 import re
@@ -8,7 +9,8 @@ from typing import Any
 
 from .summary import commit_of, region, table
 
-BENCH = "bench"
+BENCH, SASS, ROOFLINE = "bench", "sass", "roofline"
+MACHINE_CODE = ("case", "kernel", "registers sm_80 / 90 / 100", "stack", "instructions", "multiplications", "F2I, I2F")
 TRAIN = ("precision", "test accuracy %", "ms per epoch", "MiB kept", "peak MiB", "speed")
 PYG = ("fp32", "bf16")  # precisions of PyG's own layers
 
@@ -50,9 +52,49 @@ def _origin(result: dict[str, Any]) -> str:
     return f"`{command}`: {effort}; {result['machine']}; commit {commit_of(result)}"
 
 
+def sass_region(path: Path) -> str:
+    """Machine code of the main cases' first kernels; counts an element are those on sm_90."""
+    from .sass.cases import MAIN
+
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        case, _, arch = record["case"].rpartition("/")
+        found.setdefault(case, {}).setdefault(arch, record)
+    rows = []
+    for case in sorted(MAIN & found.keys()):
+        by_arch = found[case]
+        each = by_arch["sm_90"]["per_element"]
+        rows.append(
+            (
+                case,
+                f"`{by_arch['sm_90']['kernel']}`",
+                " / ".join(str(by_arch[arch]["registers"]) for arch in ("sm_80", "sm_90", "sm_100")),
+                str(max(record["stack"] for record in by_arch.values())),
+                f"{each['total']:.1f} per {by_arch['sm_90']['unit']}",
+                f"{each.get('imul', 0):.2f}",
+                f"{each.get('i2f', 0) + each.get('f2i', 0):.2f}",
+            )
+        )
+    last = next(iter(found[rows[0][0]].values()))
+    origin = f"Triton {last['versions']['triton']}; commit {commit_of(last)}"
+    return f"{table(MACHINE_CODE, rows)}\n\n`python -m bench sass --json FILE`: {origin}"
+
+
+def roofline_region() -> str:
+    """Bytes and floors of one layer, made in three ways."""
+    from . import steps
+
+    header, *rows = steps.by_purpose(dict(steps.cases()))
+    return f"{table(header, rows)}\n\n`python -m bench roofline`: {steps.LAYER}, floors of an {steps.ON}"
+
+
 def regions(results: Path) -> Iterator[tuple[str, str]]:
     """Every region that there are records for, and its text."""
     yield BENCH, region(results)
+    yield ROOFLINE, roofline_region()
+    for path in sorted((results / SASS).glob("triton-*.json"))[-1:]:
+        yield SASS, sass_region(path)
     for name, found in trained(results).items():
         yield name, train_region(found)
 

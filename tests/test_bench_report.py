@@ -185,13 +185,38 @@ def test_train_region_is_what_the_command_printed(results: Path) -> None:
     write_trained(results, "photo")
     write_trained(results, "cora", dirty=True)
     found = dict(readme.regions(results))
-    assert list(found) == ["bench", "train:cora", "train:photo"]
+    assert list(found) == ["bench", "roofline", "train:cora", "train:photo"]
     text = found["train:photo"]
     assert cells(text, "fp32") == [["fp32 (PyG)", "81.00 ± 1.41", "30.0", "1.50", "100", "1.00x"]]
     assert cells(text, "int8") == [["int8 (qgnn)", "79.00", "12.0", "1.50", "100", "2.50x"]]
     origin = "`qgnn train --dataset photo`: 2 seeds, 20 epochs; Some CPU, 2 threads; commit 0123456789ab"
     assert text.endswith(f"\n\n{origin}")
     assert found["train:cora"].endswith("commit 0123456789ab (modified)")
+
+
+def test_sass_region_has_a_line_a_main_case(results: Path) -> None:
+    code = {"stack": 0, "registers": 96, "unit": "value", "per_element": {"total": 16.26, "imul": 1.5, "f2i": 1.0}}
+    origin = {"versions": {"triton": "3.9.0"}, "commit": STAMP.commit, "dirty": False}
+    lines = [
+        {"case": f"{case}/sm_{arch}", "kernel": "_a_kernel", **code, "registers": registers, **origin}
+        for case in ("quantize/fp32/F128", "quantize/fp32/F100")
+        for arch, registers in ((80, 64), (90, 96), (100, 128))
+    ]
+    (results / "sass").mkdir()
+    (results / "sass" / "triton-3.9.0.json").write_text("\n".join(map(json.dumps, lines)))
+    text = dict(readme.regions(results))["sass"]
+    assert "| quantize/fp32/F128 | `_a_kernel` | 64 / 96 / 128 | 0 | 16.3 per value | 1.50 | 1.00 |" in text
+    assert "F100" not in text
+    assert text.endswith("`python -m bench sass --json FILE`: Triton 3.9.0; commit 0123456789ab")
+
+
+def test_roofline_region_is_the_table_of_a_layer(results: Path) -> None:
+    text = dict(readme.regions(results))["roofline"]
+    steps = importlib.import_module("bench.steps")
+    header, *rows = steps.by_purpose(dict(steps.cases()))
+    assert cells(text, "purpose") == [list(header)]
+    assert cells(text, "all") == [list(rows[-1])]
+    assert text.endswith("`python -m bench roofline`: arxiv/gcn-layer/256, floors of an H100")
 
 
 def test_a_command_is_shown_without_the_places_of_its_machine(results: Path) -> None:
