@@ -13,7 +13,10 @@ from dense import CASES, graph_of
 from op_checks import gradients, opcheck, saved_tensors, spmm_structure
 from qgnn import Graph, ops, reference, rng
 from qgnn.activation import Activation, dropout_threshold, mask_width
-from qgnn.ops._backends import STREAM_DROPOUT
+from qgnn.ops._backends import STREAM_DROPOUT, torch_backend, triton_backend
+from qgnn.ops.graph_linear import _graph_linear
+from qgnn.ops.matmul import _matmul, quantize_gradient
+from qgnn.ops.spmm import _spmm
 from qgnn.reference.activation import activate
 
 K, M = 9, 11
@@ -142,3 +145,37 @@ def test_epilogue_opcheck(op: Any, relu: bool, p: float) -> None:
     else:
         rows = (x, None, weight, bias, None, None, graph.mean_factor)
         opcheck(ops.graph_linear, (*rows, *structure, seed, 8, "row", True, False, *epilogue), compiled=True)
+
+
+@OPS
+@EPILOGUES
+def test_epilogue_on_the_kernels(op: Any, relu: bool, p: float, device: str) -> None:
+    """The operators over the Triton kernels. Products are exact, so are their epilogues; sums of an aggregation may
+    fall on the other side of 0, but no element that is clearly positive or negative does."""
+    graph = graph_of("isolated")
+    tensors, threshold = inputs(op, graph), dropout_threshold(p)
+    results = []
+    for backend, place in ((torch_backend(), "cpu"), (triton_backend(), device)):
+        x, weight, bias = (t.to(place) for t in tensors.values())
+        structure, factor = [t.to(place) for t in spmm_structure(graph)], graph.mean_factor.to(place)
+        seed, dropout_seed = rng.make_seed(1, place), rng.make_seed(4, place)
+        epilogue = (relu, threshold, dropout_seed, True)
+        if op is matmul:
+            y, _, _, mask = _matmul(backend, x, None, weight, bias, seed, 8, "row", True, *epilogue)
+        elif op is spmm:
+            rows = (x, None, weight, None, factor, bias)
+            y, _, _, mask = _spmm(backend, *rows, *structure, seed, 8, "row", True, *epilogue)
+        else:
+            rows = (x, None, weight, bias, None, None, factor)
+            y, *_, mask = _graph_linear(backend, *rows, *structure, seed, 8, "row", True, False, *epilogue)
+        g_q, g_scale, db = quantize_gradient(backend, y, mask, threshold, seed, 8, "row", True)
+        results.append([t.cpu() for t in (y, mask, g_q, g_scale, db)])
+    (y, mask, *back), (y_kernel, mask_kernel, *back_kernel) = results
+    if op is matmul:
+        torch.testing.assert_close(y_kernel, y, rtol=1e-6, atol=1e-6)
+        assert torch.equal(mask, mask_kernel)
+    settled = (y.abs() > 0.01) | (y_kernel.abs() > 0.01)  # fp16 weights: 2**-11 of sums below 16
+    assert torch.equal((y != 0) & settled, (y_kernel != 0) & settled)
+    assert (y - y_kernel).norm() <= 2.0**-11 * y.norm() + 1e-6
+    for ours, kernels in zip(back[1:], back_kernel[1:], strict=True):
+        assert (ours - kernels).norm() <= 2.0**-9 * ours.norm() + 1e-6
