@@ -96,6 +96,18 @@ def test_masks_are_not_kept_without_gradients(config: QConfig | None) -> None:
     assert not saved_tensors(lambda: functional.spmm(EDGES, x, activation="relu", config=config))
 
 
+@pytest.mark.parametrize("name", ["tall", "wide"])
+@CONFIGS
+def test_a_bias_learns_alone(name: str, config: QConfig | None) -> None:
+    """Behind rows, weights and edges that need no gradient, also where sources and targets are not as many."""
+    graph, weight = graph_of(name), torch.randn(M, K)
+    x, bias = torch.randn(graph.num_sources, K), torch.randn(M, requires_grad=True)
+    out = functional.graph_linear(graph, x, weight, bias, activation="relu", config=config)
+    upstream = torch.randint(-9, 9, out.shape).float()  # sums are exact
+    (grad,) = torch.autograd.grad(out, bias, upstream)
+    assert torch.equal(grad, upstream.where(out > 0, 0).sum(0))
+
+
 @ALL
 @CONFIGS
 def test_wrong_epilogues_are_rejected(call: Call, config: QConfig | None) -> None:
