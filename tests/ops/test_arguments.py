@@ -114,6 +114,12 @@ BAD = [
         {"grad": torch.randn(S, H - 1)},
         "'weight' of shape [M, K] with M = 2 (got [3, 6])",
     ),
+    (
+        "matmul_backward",
+        ValueError,
+        {"grad": torch.randn(S, 9), "weight": torch.randn(9, F), "mask": torch.zeros(2, S).byte().t()},
+        "'mask' to be contiguous, as the forward pass made it",
+    ),
     ("graph_linear", ValueError, {"edge_weight": torch.rand(E - 1)}, "'edge_weight' of shape [E] or [E, H] with E = 7"),
     ("graph_linear_backward", ValueError, {"hidden": codes(S, F)}, "'hidden' of shape [S, M] with M = 3, S = 5"),
     ("quantize", ValueError, {"granularity": "rwo"}, "one of ('row', 'tensor', 'block') (got 'rwo')"),
