@@ -185,6 +185,12 @@ def test_index_types_may_differ(name: str, wide: str, double: bool) -> None:
         assert torch.equal(result, value)
 
 
+@pytest.mark.parametrize(("name", "weight"), [("spmm_backward", "weight"), ("graph_linear_backward", "edge_weight")])
+def test_weights_of_both_orders_have_one_shape(name: str, weight: str) -> None:
+    with pytest.raises(ValueError, match=rf"^'qgnn::{name}' expects '{weight}_t' of the shape of '{weight}', \[7\]"):
+        call(name, **{f"{weight}_t": torch.rand(E, H)})
+
+
 @pytest.mark.parametrize("name", ["spmm", "spmm_extremum"])
 def test_rows_that_are_not_rounded_have_no_codes_to_keep(name: str) -> None:
     results = call(name, bits=0, keep_codes=True)
