@@ -59,7 +59,8 @@ def spmm(
         reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
         activation: ``"relu"`` to apply it to a sum or mean, in the aggregation's own pass; what is kept of it is one
             bit an element.
-        dropout: Probability that an element of a sum or mean is dropped after that, in steps of ``2**-16``.
+        dropout: Probability that an element of a sum or mean is dropped after that, in steps of ``2**-16``. In
+            evaluation, give 0.
         config: How to quantize; ``None`` keeps ``x``'s type, through the same kernels.
         seed: Seed of stochastic rounding and dropout.
 
@@ -122,7 +123,8 @@ def graph_linear(
         reduce: ``"sum"`` or ``"mean"``.
         activation: ``"relu"`` to apply it to ``y``, in the aggregation's own pass; what is kept of it is one bit an
             element.
-        dropout: Probability that an element of ``y`` is dropped after that, in steps of ``2**-16``.
+        dropout: Probability that an element of ``y`` is dropped after that, in steps of ``2**-16``. In
+            evaluation, give 0.
         config: How to quantize; ``None`` is full precision.
         seed: Seed of stochastic rounding and dropout.
 
