@@ -214,6 +214,24 @@ def test_quantize_gives_back_the_type(dtype: torch.dtype) -> None:
     assert q.dequantize().dtype == dtype
 
 
+@pytest.mark.parametrize("config", [None, NEAREST], ids=["fp32", "int8"])
+def test_means_of_codes_of_float64_rows(config: QConfig | None) -> None:
+    """Codes have fp32 scales and sums, whatever type was quantized and whatever type the weight has."""
+    edge_index, num_nodes = GRAPHS["random"]
+    x, weight = torch.randn(num_nodes, K), torch.randn(M, K)  # as float64 they are the same numbers
+    codes, codes64 = functional.quantize(x, NEAREST), functional.quantize(x.double(), NEAREST)
+    options: dict[str, Any] = {"reduce": "mean", "config": config}
+    for out, expected in (
+        (functional.spmm(edge_index, codes64, **options), functional.spmm(edge_index, codes, **options)),
+        (
+            functional.graph_linear(edge_index, codes64, weight.double(), **options),
+            functional.graph_linear(edge_index, codes, weight, **options),
+        ),
+    ):
+        assert out.dtype == torch.float64
+        torch.testing.assert_close(out.float(), expected)
+
+
 def test_quantize_takes_a_format() -> None:
     x = torch.randn(6, 9)
     q = functional.quantize(x, formats.Int(4, symmetric=False))

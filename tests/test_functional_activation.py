@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dense import CASES, adjacency, graph_of
 from graphs import GRAPHS
@@ -81,19 +82,47 @@ def test_epilogues_are_differentiable_in_float64(call: Call) -> None:
 
 @ALL
 def test_only_bits_are_kept_of_an_epilogue(call: Call) -> None:
-    """A chain of two keeps no fp32 rows of the first: its ReLU and dropout are one bit an element, its result codes."""
+    """No fp32 rows of the result: its ReLU and dropout are one bit an element."""
     x, weight = torch.randn(N, K, requires_grad=True), torch.randn(M, K, requires_grad=True)
     kept = saved_tensors(lambda: call(x, weight, activation="relu", dropout=0.5, config=INT8))
     assert sum(t.dtype == torch.uint8 and t.shape[0] == N for t in kept) == 1
     assert not [t for t in kept if t.dtype == torch.float32 and t.numel() >= N * min(K, M)]
 
 
+class Masks(TorchDispatchMode):
+    """Whether each call of an operator with an epilogue was to keep its mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.arguments[-1].name == "keep_mask":
+            self.kept.append(args[-1])
+        return func(*args, **(kwargs or {}))
+
+
+@ALL
+@pytest.mark.parametrize("needs", [False, True])
+def test_masks_are_not_kept_without_gradients(call: Call, needs: bool) -> None:
+    x, weight = torch.randn(N, K, requires_grad=needs), torch.randn(M, K, requires_grad=needs)
+    with Masks() as masks:
+        call(x, weight, activation="relu", config=INT8)
+        with torch.no_grad():
+            call(x, weight, activation="relu", config=INT8)
+    assert masks.kept == [needs, False]
+
+
+@pytest.mark.parametrize("name", ["tall", "wide"])
 @CONFIGS
-def test_masks_are_not_kept_without_gradients(config: QConfig | None) -> None:
-    x, weight = torch.randn(N, K), torch.randn(M, K, requires_grad=True)
-    with torch.no_grad():
-        assert functional.graph_linear(EDGES, x, weight, activation="relu", config=config).grad_fn is None
-    assert not saved_tensors(lambda: functional.spmm(EDGES, x, activation="relu", config=config))
+def test_a_bias_learns_alone(name: str, config: QConfig | None) -> None:
+    """Behind rows, weights and edges that need no gradient, also where sources and targets are not as many."""
+    graph, weight = graph_of(name), torch.randn(M, K)
+    x, bias = torch.randn(graph.num_sources, K), torch.randn(M, requires_grad=True)
+    out = functional.graph_linear(graph, x, weight, bias, activation="relu", config=config)
+    upstream = torch.randint(-9, 9, out.shape).float()  # sums are exact
+    (grad,) = torch.autograd.grad(out, bias, upstream)
+    assert torch.equal(grad, upstream.where(out > 0, 0).sum(0))
 
 
 @ALL

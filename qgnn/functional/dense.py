@@ -94,11 +94,11 @@ def linear(
         x: Input rows; a :class:`qgnn.QTensor` of row or tensor granularity is used as it is.
         weight: As in :class:`torch.nn.Linear`.
         bias: Added in fp32.
-        activation: ``"relu"`` to apply it to ``y``, in the product's own pass; what is kept of it is one bit an
-            element.
+        activation: ``"relu"`` to apply it to ``y``: with ``config`` in the product's own pass, and what is kept of it
+            is one bit an element.
         dropout: Probability that an element of ``y`` is dropped after that, in steps of ``2**-16``. In evaluation, give
             0.
-        config: How to quantize; ``None`` is :func:`torch.nn.functional.linear`.
+        config: How to quantize; ``None`` is :func:`torch.nn.functional.linear`, and torch's functions behind it.
         seed: Seed of stochastic rounding and dropout.
 
     Shapes:

@@ -59,7 +59,8 @@ def spmm(
         reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
         activation: ``"relu"`` to apply it to a sum or mean, in the aggregation's own pass; what is kept of it is one
             bit an element.
-        dropout: Probability that an element of a sum or mean is dropped after that, in steps of ``2**-16``.
+        dropout: Probability that an element of a sum or mean is dropped after that, in steps of ``2**-16``. In
+            evaluation, give 0.
         config: How to quantize; ``None`` keeps ``x``'s type, through the same kernels.
         seed: Seed of stochastic rounding and dropout.
 
@@ -122,7 +123,8 @@ def graph_linear(
         reduce: ``"sum"`` or ``"mean"``.
         activation: ``"relu"`` to apply it to ``y``, in the aggregation's own pass; what is kept of it is one bit an
             element.
-        dropout: Probability that an element of ``y`` is dropped after that, in steps of ``2**-16``.
+        dropout: Probability that an element of ``y`` is dropped after that, in steps of ``2**-16``. In
+            evaluation, give 0.
         config: How to quantize; ``None`` is full precision.
         seed: Seed of stochastic rounding and dropout.
 
@@ -158,8 +160,8 @@ def graph_linear(
         bias,
         csr_weight,
         csc_weight,
-        _row_factor("graph_linear", graph, reduce, weight.dtype),
-        *structure(graph, codes_or_x, weight, csr_weight),
+        _row_factor("graph_linear", graph, reduce, codes_or_x.dtype),
+        *structure(graph, codes_or_x, weight, csr_weight, bias),
         draw_seed(config, seed, codes_or_x),
         config.bits,
         config.granularity,
@@ -245,9 +247,9 @@ def _aggregate(
         scale,
         csr_weight,
         csc_weight,
-        _row_factor(owner, graph, reduce, x.dtype, reduces),
+        _row_factor(owner, graph, reduce, rows.dtype, reduces),
         bias,
-        *structure(graph, rows, csr_weight),
+        *structure(graph, rows, csr_weight, bias),
         *_rounding(config, seed, rows),
         _keeps_rows(config, csr_weight),
         *epilogue_of(owner, *epilogue, seed, rows, csr_weight, bias),

@@ -203,7 +203,7 @@ def _graph_linear_backward(
             bits,
             granularity,
             STREAM_GRAD_HIDDEN,
-            weight=transposed_weight(edge_weight, edge_weight_t, order_t),
+            weight=transposed_weight("graph_linear_backward", "edge_weight", edge_weight, edge_weight_t, order_t),
             x_scale=folded_scale,
         )
         if needs_dx:

@@ -20,11 +20,14 @@ from qgnn.ops.matmul import fake_db, fake_kept, masked_gradient, quantize_gradie
 from qgnn.reference._common import compute_dtype
 
 
-def transposed_weight(weight: Tensor | None, weight_t: Tensor | None, order_t: Tensor) -> Tensor | None:
-    """Edge weights in the order of the transposed graph: the given ones, or ``weight`` permuted."""
+def transposed_weight(
+    owner: str, name: str, weight: Tensor | None, weight_t: Tensor | None, order_t: Tensor
+) -> Tensor | None:
+    """Edge weights in the order of the transposed graph: the given ones, or ``weight``, which is ``name`` in ``owner``,
+    permuted."""
     if weight_t is not None and weight is not None and weight_t.shape != weight.shape:
         raise ValueError(
-            f"'qgnn::spmm' expects 'weight_t' of the shape of 'weight', {list(weight.shape)} (got "
+            f"'qgnn::{owner}' expects '{name}_t' of the shape of '{name}', {list(weight.shape)} (got "
             f"{list(weight_t.shape)})"
         )
     if weight is None or weight_t is not None:
@@ -191,7 +194,7 @@ def _spmm_backward(
             index_t,
             rows,
             bits=bits or 8,
-            weight=transposed_weight(weight, weight_t, order_t),
+            weight=transposed_weight("spmm_backward", "weight", weight, weight_t, order_t),
             x_scale=scale,
             out_dtype=grad.dtype,
         )

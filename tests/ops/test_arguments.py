@@ -114,6 +114,12 @@ BAD = [
         {"grad": torch.randn(S, H - 1)},
         "'weight' of shape [M, K] with M = 2 (got [3, 6])",
     ),
+    (
+        "matmul_backward",
+        ValueError,
+        {"grad": torch.randn(S, 9), "weight": torch.randn(9, F), "mask": torch.zeros(2, S).byte().t()},
+        "'mask' to be contiguous, as the forward pass made it",
+    ),
     ("graph_linear", ValueError, {"edge_weight": torch.rand(E - 1)}, "'edge_weight' of shape [E] or [E, H] with E = 7"),
     ("graph_linear_backward", ValueError, {"hidden": codes(S, F)}, "'hidden' of shape [S, M] with M = 3, S = 5"),
     ("quantize", ValueError, {"granularity": "rwo"}, "one of ('row', 'tensor', 'block') (got 'rwo')"),
@@ -177,6 +183,12 @@ def test_index_types_may_differ(name: str, wide: str, double: bool) -> None:
     expected, results = function(**arguments), function(**arguments | {wide: arguments[wide].long()})
     for result, value in zip(*([r] if isinstance(r, Tensor) else r for r in (results, expected)), strict=True):
         assert torch.equal(result, value)
+
+
+@pytest.mark.parametrize(("name", "weight"), [("spmm_backward", "weight"), ("graph_linear_backward", "edge_weight")])
+def test_weights_of_both_orders_have_one_shape(name: str, weight: str) -> None:
+    with pytest.raises(ValueError, match=rf"^'qgnn::{name}' expects '{weight}_t' of the shape of '{weight}', \[7\]"):
+        call(name, **{f"{weight}_t": torch.rand(E, H)})
 
 
 @pytest.mark.parametrize("name", ["spmm", "spmm_extremum"])
