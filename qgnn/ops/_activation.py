@@ -13,7 +13,6 @@ CHOICES = {"threshold": range((1 << 16) + 1)}
 
 
 def make_activation(
-    owner: str,
     like: Tensor,
     num_rows: int,
     width: int,
@@ -25,10 +24,6 @@ def make_activation(
     """The epilogue with room for its mask, or ``None`` if there is nothing to apply."""
     if not (relu or threshold):
         return None
-    if threshold and seed is None:
-        raise ValueError(
-            f"'qgnn::{owner}' expects 'dropout_seed' with a 'threshold' (got None); make it with 'qgnn.rng.make_seed'"
-        )
     mask = None
     if keep_mask:
         mask = torch.empty((num_rows, mask_width(width)), dtype=torch.uint8, device=like.device)

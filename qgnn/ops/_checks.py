@@ -129,6 +129,7 @@ class Signature:
         for name, shapes in self._dimensions.items():
             if name in tensors:
                 self._check_shape(owner, name, tensors[name], shapes, sizes)
+        _check_pairs(owner, arguments)
         for letter, parts in self.shares.items():
             if parts in sizes and not _may_hold(sizes[letter] % sizes[parts] == 0 if sizes[parts] else False):
                 raise ValueError(
@@ -170,6 +171,21 @@ class Signature:
             return True
 
         cached(tuple(arguments[name] for name in names), ("checked", names, limits), check)
+
+
+def _check_pairs(owner: str, arguments: Mapping[str, Any]) -> None:
+    """Arguments of which one says what the other has to be."""
+    for name in ("weight", "edge_weight"):
+        weight, weight_t = arguments.get(name), arguments.get(f"{name}_t")
+        if weight is not None and weight_t is not None and weight.dim() != weight_t.dim():
+            raise ValueError(
+                f"'{owner}' expects '{name}_t' of the shape of '{name}', {list(weight.shape)} (got "
+                f"{list(weight_t.shape)})"
+            )
+    if arguments.get("threshold") and arguments.get("dropout_seed", owner) is None:
+        raise ValueError(
+            f"'{owner}' expects 'dropout_seed' with a 'threshold' (got None); make it with 'qgnn.rng.make_seed'"
+        )
 
 
 def _any_of(allowed: Collection[Any]) -> str:

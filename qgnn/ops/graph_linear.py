@@ -79,7 +79,7 @@ def _graph_linear(
     keep_mask: bool,
 ) -> tuple[Tensor, ...]:
     T, M = indptr.shape[0] - 1, weight.shape[0]
-    activation = _activation.make_activation("graph_linear", x, T, M, relu, threshold, dropout_seed, keep_mask)
+    activation = _activation.make_activation(x, T, M, relu, threshold, dropout_seed, keep_mask)
     made_codes = keep_codes and x_scale is None
     w_q, w_scale = quantize_weight(backend, weight, seed, bits, STREAM_WEIGHT, "forward")
     if x_scale is None and granularity == "row":
@@ -203,7 +203,7 @@ def _graph_linear_backward(
             bits,
             granularity,
             STREAM_GRAD_HIDDEN,
-            weight=transposed_weight("graph_linear_backward", "edge_weight", edge_weight, edge_weight_t, order_t),
+            weight=transposed_weight(edge_weight, edge_weight_t, order_t),
             x_scale=folded_scale,
         )
         if needs_dx:

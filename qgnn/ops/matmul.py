@@ -111,7 +111,7 @@ def _matmul(
     keep_mask: bool,
 ) -> tuple[Tensor, ...]:
     N, M = x.shape[0], weight.shape[0]
-    activation = _activation.make_activation("matmul", x, N, M, relu, threshold, dropout_seed, keep_mask)
+    activation = _activation.make_activation(x, N, M, relu, threshold, dropout_seed, keep_mask)
     out_dtype = x.dtype if x.is_floating_point() else weight.dtype
     options: dict[str, Any] = {"bits": bits, "out_dtype": out_dtype, "activation": activation}
     w_q, w_scale = quantize_weight(backend, weight, seed, bits, STREAM_WEIGHT, "forward")

@@ -20,16 +20,8 @@ from qgnn.ops.matmul import fake_db, fake_kept, masked_gradient, quantize_gradie
 from qgnn.reference._common import compute_dtype
 
 
-def transposed_weight(
-    owner: str, name: str, weight: Tensor | None, weight_t: Tensor | None, order_t: Tensor
-) -> Tensor | None:
-    """Edge weights in the order of the transposed graph: the given ones, or ``weight``, which is ``name`` in ``owner``,
-    permuted."""
-    if weight_t is not None and weight is not None and weight_t.shape != weight.shape:
-        raise ValueError(
-            f"'qgnn::{owner}' expects '{name}_t' of the shape of '{name}', {list(weight.shape)} (got "
-            f"{list(weight_t.shape)})"
-        )
+def transposed_weight(weight: Tensor | None, weight_t: Tensor | None, order_t: Tensor) -> Tensor | None:
+    """Edge weights in the order of the transposed graph: the given ones, or ``weight`` permuted."""
     if weight is None or weight_t is not None:
         return weight_t
     return weight.index_select(0, order_t)
@@ -87,7 +79,7 @@ def _spmm(
     keep_mask: bool,
 ) -> tuple[Tensor, ...]:
     T, F = indptr.shape[0] - 1, x.shape[1]
-    activation = _activation.make_activation("spmm", x, T, F, relu, threshold, dropout_seed, keep_mask)
+    activation = _activation.make_activation(x, T, F, relu, threshold, dropout_seed, keep_mask)
     rows, scale = x, x_scale
     if bits and x_scale is None:
         rows, scale = quantize_operand(backend, x, seed, bits, granularity, STREAM_INPUT, "forward")
@@ -194,7 +186,7 @@ def _spmm_backward(
             index_t,
             rows,
             bits=bits or 8,
-            weight=transposed_weight("spmm_backward", "weight", weight, weight_t, order_t),
+            weight=transposed_weight(weight, weight_t, order_t),
             x_scale=scale,
             out_dtype=grad.dtype,
         )

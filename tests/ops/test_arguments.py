@@ -42,6 +42,8 @@ BAD = [
     ("spmm", ValueError, {"weight": torch.rand(E, 4), "weight_t": None}, "F to be a multiple of H (got F = 6, H = 4)"),
     ("spmm", ValueError, {"weight": torch.rand(E, 0), "weight_t": None}, "F to be a multiple of H (got F = 6, H = 0)"),
     ("spmm", ValueError, {"weight_t": torch.rand(E + 1)}, "'weight_t' of shape [E] or [E, H] with E = 7 (got [8])"),
+    ("spmm", ValueError, {"weight_t": torch.rand(E, 3)}, "'weight_t' of the shape of 'weight', [7] (got [7, 3])"),
+    ("spmm", ValueError, {"dropout_seed": None}, "'dropout_seed' with a 'threshold' (got None)"),
     ("spmm", ValueError, {"threshold": 65537}, "'threshold' to be from 0 to 65536 (got 65537)"),
     ("spmm", ValueError, {"dropout_seed": torch.tensor(1)}, "'dropout_seed' as one torch.int64, of shape [1]"),
     ("spmm", ValueError, {"row_factor": torch.rand(T - 1)}, "'row_factor' of shape [T] with T = 4 (got [3])"),
