@@ -87,6 +87,7 @@ def no_wait(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("granularity", ["row", "tensor"])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_do_not_wait(name: str, granularity: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
