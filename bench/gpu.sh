@@ -54,7 +54,7 @@ echo "== $device, $budget s, records in $out"
 if [ -n "$tests" ]; then
     workers=()
     if [ "$device" = cuda ] && "$python" -c 'import xdist' 2>/dev/null; then
-        workers=(-n "$(($(nproc) < 8 ? $(nproc) : 8))") # compiling kernels takes the time
+        workers=(-n "$(($(nproc) < 16 ? $(nproc) : 16))") # compiling kernels takes the time
     fi
     # Other versions than CI's warn about other things; here only the results count.
     # shellcheck disable=SC2086

@@ -7,12 +7,13 @@ import torch
 
 from .sass.cases import MAIN, make_cases
 
+NUM_ROWS = 1003  # enough for partial results and a hub, and no whole number of tiles
+
 
 def main() -> None:
     has_cuda = torch.cuda.is_available()
     device = torch.device("cuda" if has_cuda else "cpu")
-    # Enough rows for partial results, and no whole number of tiles of them; the interpreter walks every edge.
-    cases = make_cases(device, 1003 if has_cuda else 11)
+    cases = make_cases(device, NUM_ROWS if has_cuda else 11)  # the interpreter walks every edge
     for name in sorted(MAIN):
         print(name, flush=True)
         cases[name]()

@@ -113,7 +113,8 @@ def aggregate_tile(
             if HAS_WEIGHT:
                 value *= tl.load(weight_ptr + offs_e.to(tl.int64) * HEADS + head, mask=mask_e, other=0.0)
         elif HAS_WEIGHT:
-            value = tl.load(weight_ptr + offs_e.to(tl.int64) * HEADS + head, mask=mask_e, other=0.0)
+            weight = tl.load(weight_ptr + offs_e.to(tl.int64) * HEADS + head, mask=mask_e, other=0.0)
+            value = weight.to(tl.float32)
         else:
             value = tl.where(mask_e, 1.0, 0.0)
         # Lanes without an edge read row 0 with weight 0: a mask over edges would cost more than the bytes.

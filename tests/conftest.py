@@ -1,6 +1,7 @@
 """What every test shares: the device, the kernels' interpreter where there is no GPU, deterministic property tests."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -34,3 +35,11 @@ def device() -> str:
 def _seeded() -> None:
     """Each test starts from the same global random state, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _gigabytes_returned() -> Iterator[None]:
+    """Processes share a GPU, and torch keeps what a test has freed: offsets beyond 32 bits take gigabytes each."""
+    yield
+    if HAS_CUDA and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()

@@ -8,9 +8,11 @@ import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 
 import qgnn
 from house import ROOT
@@ -22,6 +24,8 @@ matmul = importlib.import_module("bench.suites.matmul")
 provenance = importlib.import_module("qgnn.cli.provenance")
 recipe = importlib.import_module("qgnn.cli.recipe")
 records = importlib.import_module("bench.records")
+sanitize = importlib.import_module("bench.sanitize")
+sass_cases = importlib.import_module("bench.sass.cases")
 suites = importlib.import_module("bench.suites")
 
 
@@ -112,6 +116,21 @@ def test_script_uses_the_sanitizer_where_it_is(tmp_path: Path, tool: str | None,
     result = gpu_script(tmp_path / "out", "", "sanitize", **variables)
     assert result.returncode == status, result.stdout + result.stderr
     assert said in result.stdout
+
+
+def test_the_sanitizer_sees_the_sums_of_hubs() -> None:
+    """The second kernel of an aggregation is launched whenever there may be a hub, and does nothing without one."""
+    launched: list[tuple[str, int]] = []
+    cases = sass_cases.make_cases(torch.device("cpu"), sanitize.NUM_ROWS)
+
+    def record(kernel: InterpretedFunction, *args: object, counts_ptr: object = None, **kwargs: object) -> None:
+        if counts_ptr is not None:
+            launched.append((kernel.fn.__name__, int(counts_ptr[1])))
+
+    with patch.object(InterpretedFunction, "run", record):
+        for name in sorted(sass_cases.MAIN):
+            cases[name]()
+    assert {name for name, num_hubs in launched if num_hubs} >= {"_spmm_hubs_kernel", "_spmm_extremum_hubs_kernel"}
 
 
 # Machines to measure on may have none of these.

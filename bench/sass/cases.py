@@ -19,10 +19,11 @@ from torch import Tensor
 from qgnn.activation import Activation, mask_width
 
 MEAN_DEGREE = 14
+HUB_SHARE = 40  # rows whose edges the first row has: with enough rows it is a hub, whose chunks a second kernel adds
 
 
 class _Inputs:
-    """Operands of a graph with equal degrees and of products, valid ones, so that the kernels can also run."""
+    """Operands of a graph, of equal degrees but for a hub, and of products: valid, so that the kernels can also run."""
 
     def __init__(self, device: torch.device, num_nodes: int) -> None:
         self.device, self.num_nodes = device, num_nodes
@@ -35,6 +36,7 @@ class _Inputs:
 
     def graph(self, degree: int = MEAN_DEGREE) -> tuple[Tensor, Tensor]:
         indptr = torch.arange(self.num_nodes + 1, dtype=torch.int32, device=self.device) * degree
+        indptr[1:HUB_SHARE] = min(HUB_SHARE, self.num_nodes) * degree
         index = torch.arange(self.num_nodes * degree, dtype=torch.int32, device=self.device) % self.num_nodes
         return indptr, index
 

@@ -110,6 +110,16 @@ def test_powers_of_two_are_exact_over_the_range_of_fp32(device: str, exponent: i
     assert torch.equal(spmm(indptr, index, x, weight=weight), x.float() * weight[:, None])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_weights_may_have_16_bits(device: str, dtype: torch.dtype, scaled: bool) -> None:
+    weight = torch.tensor([1.0, -0.375, 2.0**-10], device=device)
+    indptr, index, x = _one_to_one(weight)
+    scale = torch.full((3,), 0.25, device=device) if scaled else None
+    out = spmm(indptr, index, x, weight=weight.to(dtype), x_scale=scale)
+    assert torch.equal(out, spmm(indptr, index, x, weight=weight, x_scale=scale))
+
+
 def test_zero_weights_give_zeros(device: str) -> None:
     indptr, index, x = _one_to_one(torch.zeros(20, device=device))
     assert torch.equal(spmm(indptr, index, x, x_scale=torch.zeros(20, device=device)), torch.zeros(20, 32).to(device))
