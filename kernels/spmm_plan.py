@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 GROUP_ROWS = 16
-_MIN_CAP = 256
+_MIN_CAP, _MAX_CAP = 256, 4096
 _GROUP_EDGES = 4  # in units of cap
 _MAX_HUB_PROGRAMS = 1024
 
@@ -47,8 +47,10 @@ class Plan(NamedTuple):
 
 
 def default_cap(num_rows: int, num_edges: int) -> int:
-    """Rows of more edges are hubs. From 8 times the mean degree on, slots are at most a quarter as many as rows."""
-    return max(_MIN_CAP, 1 << max(0, 8 * num_edges // max(1, num_rows) - 1).bit_length())
+    """Rows of more edges are hubs. From 8 times the mean degree on, slots are at most a quarter as many as rows. Where
+    rows are so long that this would leave few programs the work, slots are few beside edges: 1 in 2048 at most."""
+    ample = 1 << max(0, 8 * num_edges // max(1, num_rows) - 1).bit_length()
+    return min(max(_MIN_CAP, ample), _MAX_CAP)
 
 
 def make_plan(indptr: Tensor, num_edges: int, *, cap: int | None = None) -> Plan:
