@@ -254,7 +254,7 @@ ONE_PAIR = "expected one pair of lines '<!-- {0}:begin -->' and '<!-- {0}:end --
         (f"{BEGIN} {END} <!-- train:photo:end -->", ONE_PAIR.format("train:photo")),
         (
             f"{BEGIN} {END} <!-- train:foto:begin --> <!-- train:foto:end -->",
-            "'<!-- train:foto:begin -->' expects one of bench, train:photo; no record in",
+            "'<!-- train:foto:begin -->' expects one of bench, roofline, train:photo; no record in",
         ),
     ],
 )
