@@ -45,7 +45,7 @@ def lasting() -> AbstractContextManager[Any]:
     return stack
 
 
-def cached(tensors: tuple[Any, ...], key: Hashable, build: Callable[[], _T]) -> _T:
+def cached(tensors: tuple[Any, ...], key: Hashable, build: Callable[[], _T], *, keep: bool = True) -> _T:
     """``build()``, remembered while all of ``tensors`` live unchanged.
 
     Writes that bypass autograd's version counter (through ``.data`` or a NumPy view) are not noticed. Tensors that need
@@ -55,6 +55,7 @@ def cached(tensors: tuple[Any, ...], key: Hashable, build: Callable[[], _T]) -> 
         tensors: What the result is made from; the first one owns the entry.
         key: What else the result depends on.
         build: Makes the result; it must not hold on to the given tensors themselves.
+        keep: Whether to remember what is built now; what is remembered already is served all the same.
     """
     if torch.compiler.is_compiling() or not all(isinstance(t, Tensor) for t in tensors):
         return build()
@@ -66,6 +67,8 @@ def cached(tensors: tuple[Any, ...], key: Hashable, build: Callable[[], _T]) -> 
     entry = entries.get(full_key)
     if entry is not None and entry.serves(tensors, states):
         return entry.value
+    if not keep:
+        return build()
     # Other threads may do the same: the list is made in one step, and what is gone already is no error.
     for stale, e in list(entries.items()):
         if e.states[0] != states[0] or any(other() is None for other in e.others):

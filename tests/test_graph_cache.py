@@ -206,6 +206,17 @@ def test_graphs_are_not_cached() -> None:
     assert len(_entries) == alive
 
 
+def test_cached_serves_what_it_has_and_keeps_only_what_it_should() -> None:
+    t, built = torch.ones(3), []
+
+    def build() -> int:
+        built.append(len(built))
+        return built[-1]
+
+    assert [cached((t,), "a key", build, keep=False) for _ in range(2)] == [0, 1]
+    assert [cached((t,), "a key", build, keep=keep) for keep in (True, False, True)] == [2, 2, 2]
+
+
 def test_cached_builds_once_for_each_key() -> None:
     edge_index, built = fresh_edges(), []
 

@@ -182,10 +182,9 @@ def _with_plan(function: Callable[..., Any], make_plan: Callable[[Tensor, int], 
     @wraps(function)
     def planned(indptr: Tensor, index: Tensor, *operands: Any, **options: Any) -> Any:
         num_edges = index.numel()
-        if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
-            plan = make_plan(indptr, num_edges)  # part of the CUDA graph, whose memory nobody else may keep
-        else:
-            plan = cached((indptr,), ("spmm plan", num_edges), lambda: make_plan(indptr, num_edges))
+        # What is made during a capture is part of the CUDA graph, whose memory nobody else may keep.
+        capturing = indptr.is_cuda and torch.cuda.is_current_stream_capturing()
+        plan = cached((indptr,), ("spmm plan", num_edges), lambda: make_plan(indptr, num_edges), keep=not capturing)
         return function(indptr, index, *operands, plan=plan, **options)
 
     return planned

@@ -20,7 +20,7 @@ from op_checks import (
     spmm_structure,
 )
 from qgnn import Graph, ops, reference, rng
-from qgnn.ops._backends import STREAM_GRAD, STREAM_INPUT, torch_backend, triton_backend
+from qgnn.ops._backends import STREAM_GRAD, STREAM_INPUT, _with_plan, torch_backend, triton_backend
 from qgnn.ops.spmm import _spmm, _spmm_backward, spmm_backward
 
 EPS64 = 2.0**-53
@@ -330,3 +330,16 @@ def test_spmm_on_the_kernels(bits: int, device: str) -> None:
     for ours, kernels in zip(sums, sums_kernel, strict=True):
         # At most 7 terms with 5 roundings each, on either side; terms stay below 16.
         torch.testing.assert_close(kernels, ours, rtol=0, atol=2 * 12 * 7 * 16 * 2.0**-24)
+
+
+def test_work_items_are_made_once_a_graph(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """... and not kept if they are part of a CUDA graph that is being captured."""
+    made: list[int] = []
+    planned = _with_plan(lambda indptr, index, plan: plan, lambda indptr, E: made.append(E) or len(made))
+    graph = graph_of("random")
+    indptr, index = graph.csr.indptr.to(device), graph.csr.index.to(device)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for capturing, number, expected in ((True, 1, 1), (True, 2, 2), (False, 3, 3), (False, 3, 3), (True, 3, 3)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
+        assert planned(indptr, index) == expected
+        assert made == [200] * number
