@@ -73,7 +73,7 @@ def test_rehearsal_writes_whole_records(rehearsal: tuple[subprocess.CompletedPro
         assert record["suite"] == suite
         assert record["pass"] in ("forward", "backward", "step", "warm")
         assert 0 < record["p20_ms"] <= record["median_ms"] <= record["p80_ms"]
-        assert 0 <= record["error"] < 0.1
+        assert 0 <= record["error"] < 0.15
         assert re.sub(r"[^a-z0-9]+", "-", record["device"].lower()) == path.parent.name
         assert {"python", "qgnn", "torch", "torch_geometric", "triton"} <= set(record["versions"])
         assert datetime.fromisoformat(record["utc"]).utcoffset().total_seconds() == 0

@@ -21,9 +21,11 @@ from ..harness import Provider, UnavailableError, Work
 from .inputs import INT8, OURS, Setting, csr_int32, graph, graph_name, randn, require_bf16, sparse_sum, tf32
 
 # Bounds on the output and on every gradient of one step. Int8 products and aggregations, forward and backward, add up
-# about six roundings of 0.013 each (see TOLERANCE), and some gradients are small differences of large sums.
-TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "int8": 1e-1}
-
+# about six roundings of 0.013 each (see TOLERANCE in inputs.py). ReLUs make more of them: a normal value with an error
+# of 0.02, from its product and its aggregation, has the wrong sign with a probability of 0.02 / pi, and then a whole
+# element of a gradient is wrong, of which half are zeros: sqrt(2 * 0.02 / pi) = 0.11 of its norm; with roundings 0.12
+# to 0.14. In bf16 the error of a value is 0.005, which makes 0.06. Large graphs average it.
+TOLERANCE = {"fp32": 1e-3, "bf16": 1e-1, "int8": 1.5e-1}
 
 LARGE = 100_000  # nodes
 
