@@ -50,10 +50,19 @@ INLINE void activate_columns(float *y, activation a, int64_t row, int64_t first,
     }
 }
 
+/* Eight values where their bit is set, times `factor`, and 0 elsewhere: by masks of bits, which become vectors. */
+INLINE void mask8(float *restrict out, const float *restrict grad, uint32_t byte, float factor) {
+    uint32_t bits[8];
+    float value[8];
+    for (int b = 0; b < 8; b++) value[b] = grad[b] * factor;
+    memcpy(bits, value, sizeof bits);
+    for (uint32_t b = 0; b < 8; b++) bits[b] &= byte & (1u << b) ? 0xFFFFFFFFu : 0u;
+    memcpy(out, bits, sizeof bits);
+}
+
 /* The gradient before an activation of a whole row: `grad` where its bit is set, times `factor`, and 0 elsewhere. */
-INLINE void mask_row(float *out, const float *grad, const uint8_t *mask, float factor, int64_t F) {
-    for (int64_t f = 0; f + 8 <= F; f += 8)
-        for (int b = 0; b < 8; b++) out[f + b] = mask[f / 8] >> b & 1 ? grad[f + b] * factor : 0.0f;
+INLINE void mask_row(float *restrict out, const float *restrict grad, const uint8_t *mask, float factor, int64_t F) {
+    for (int64_t f = 0; f + 8 <= F; f += 8) mask8(out + f, grad + f, mask[f / 8], factor);
     for (int64_t f = F / 8 * 8; f < F; f++) out[f] = mask[f / 8] >> f % 8 & 1 ? grad[f] * factor : 0.0f;
 }
 
