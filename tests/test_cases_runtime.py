@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs import GRAPHS
 from qgnn import Graph, QConfig, functional, ops, reference, rng
+from qgnn.activation import mask_width
 
 NEAREST = QConfig(rounding="nearest")
 K, M = 12, 5
@@ -150,11 +151,18 @@ def _run_kernels(num_rows: int, num_edges: int, width: int, num_outputs: int, de
     indptr = torch.searchsorted(target, torch.arange(num_rows + 1)).int().to(device)
     index = torch.randint(max(1, num_rows), (num_edges,), dtype=torch.int32).to(device)
     seed = rng.make_seed(1, device)
+    mask = torch.zeros((num_rows, mask_width(width)), dtype=torch.uint8, device=device)
+    behind = {"mask": mask, "factor": 2.0}
     calls: list[tuple[Any, str, tuple[Any, ...], dict[str, Any]]] = [
         *((quantize, "quantize", (x,), {"granularity": g, "seed": seed}) for g in ("row", "tensor", "block")),
         (matmul, "matmul", (codes, scale, theta, theta_scale), {}),
         (matmul, "matmul_requantize", (codes, scale, theta, theta_scale), {"seed": seed}),
         (matmul, "matmul_dw", (grad, scale, codes, scale), {}),
+        (matmul, "quantize_matmul", (x, theta, theta_scale), {"seed": seed}),
+        (matmul, "quantize_matmul_requantize", (x, theta, theta_scale), {"seed": seed}),
+        (quantize, "quantize_grad", (x,), {**behind, "sum_columns": True, "seed": seed}),
+        (quantize, "masked_grad", (x,), behind),
+        (spmm, "spmm_extremum", (indptr, index, codes), {"x_scale": scale}),
         (spmm, "spmm", (indptr, index, codes), {"x_scale": scale}),
         (spmm, "spmm_requantize", (indptr, index, codes), {"x_scale": scale, "seed": seed}),
         (sddmm, "sddmm", (indptr, index, codes, codes), {"target_scale": scale, "source_scale": scale}),
@@ -163,6 +171,19 @@ def _run_kernels(num_rows: int, num_edges: int, width: int, num_outputs: int, de
         (getattr(module, name)(*args, **options), getattr(reference, name)(*args, **options))
         for module, name, args, options in calls
     ]
+
+
+def _aggregate_long_rows(device: str) -> None:
+    """Codes wide enough for tensor cores, and rows that are cut into chunks."""
+    from qgnn.kernels.spmm import make_plan, spmm, spmm_extremum
+
+    indptr = torch.tensor([0, 1, 40], dtype=torch.int32, device=device)
+    index = torch.zeros(40, dtype=torch.int32, device=device)
+    plan, x_scale = make_plan(indptr, 40, cap=8), torch.ones(1, device=device)
+    for width in (8, 32):
+        x = torch.ones((1, width), dtype=torch.int8, device=device)
+        assert torch.equal(spmm(indptr, index, x, x_scale=x_scale, plan=plan)[:, 0].cpu(), torch.tensor([1.0, 39.0]))
+        assert (spmm_extremum(indptr, index, x, x_scale=x_scale, plan=plan)[0] == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -179,6 +200,7 @@ def test_kernels_run_under_the_device_guard_of_their_tensors(monkeypatch: pytest
     _run_kernels(9, 20, 5, 3, device)
     several_parts = torch.ones(2048, 1, dtype=torch.int8, device=device), torch.ones(1, device=device)
     importlib.import_module("qgnn.kernels.matmul").matmul_dw(*several_parts, *several_parts)
+    _aggregate_long_rows(device)
     assert len(set(launches.names)) >= 8
     assert set(launches.names) == {name for _, name in _kernels()}
 

@@ -3,7 +3,7 @@
 #include "epilogue.h"
 
 /* Rows y [R, F] in place; `row` is the number of the first one. */
-EXPORT void qgnn_activate(
+EXPORT void qgnn_epilogue_activate(
     float *y, uint8_t *mask, int64_t relu, int64_t threshold, const int64_t *seed, int64_t stream_key, float factor,
     int64_t row, int64_t R, int64_t F, int64_t threads
 ) {

@@ -28,4 +28,4 @@ def activation_arguments(activation: Any) -> Arguments:
 def activate(y: Tensor, activation: Any, first_row: int = 0) -> None:
     """Apply an activation to contiguous fp32 rows [R, F] in place."""
     if activation is not None:
-        launch("qgnn_activate", y, *activation_arguments(activation), first_row, *y.shape)
+        launch("qgnn_epilogue_activate", y, *activation_arguments(activation), first_row, *y.shape)

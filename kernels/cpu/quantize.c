@@ -44,7 +44,7 @@ EXPORT void qgnn_quantize_tensor(
 }
 
 /* The gradient before an activation. */
-EXPORT void qgnn_masked_grad(
+EXPORT void qgnn_quantize_masked_grad(
     float *out, const float *grad, const uint8_t *mask, float factor, int64_t N, int64_t F, int64_t stride_grad,
     int64_t threads
 ) {

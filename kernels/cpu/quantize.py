@@ -48,7 +48,7 @@ def masked_grad(grad: Tensor, mask: Tensor, factor: float = 1.0) -> Tensor:
     """Gradient before an activation, [N, F] of ``grad``'s type."""
     out = torch.empty(grad.shape)
     rows = rows_of(grad, torch.float32)
-    launch("qgnn_masked_grad", out, rows, mask, float(factor), *grad.shape, rows.stride(0))
+    launch("qgnn_quantize_masked_grad", out, rows, mask, float(factor), *grad.shape, rows.stride(0))
     return out.to(grad.dtype)
 
 
