@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 from qgnn.kernels.cpu.epilogue import activate
-from qgnn.kernels.cpu.library import empty_codes, launch, rows_of, stream_key
+from qgnn.kernels.cpu.library import PARTS, empty_codes, launch, rows_of, stream_key
 from qgnn.kernels.cpu.quantize import quantize
 from torch import Tensor
 
 _CHUNK_ELEMENTS = 1 << 20  # of the larger of input and output: 4 MiB of floats, about the last-level cache
 _EXACT_TERMS = 1024
-_PARTS = 16  # of rows, for threads to share and to add up in order, whatever the number of threads
 _SAMPLE_ROWS, _MAX_DENSITY = 1024, 0.1
 _NONZEROS, _INT_MM, _MM = "nonzeros", "torch._int_mm", "torch.mm(fp32)"
 _SMALL = 1 << 20  # values whose memory is nobody's concern
@@ -58,7 +57,7 @@ def _dw_route(g_q: Tensor, g_scale: Tensor, x_q: Tensor, x_scale: Tensor) -> str
     """Which product runs. Zeros are skipped where they stand for zeros: a NaN or an inf times a zero is a NaN. The
     parts' own sums must not take more memory than the operands do."""
     (N, M), K = g_q.shape, x_q.shape[1]
-    if max(N * (K + M), _SMALL) < _PARTS * K * M:
+    if max(N * (K + M), _SMALL) < PARTS * K * M:
         return _MM
     is_finite = torch.isfinite(128 * (g_scale * x_scale).float()).all()
     return _NONZEROS if is_finite and _mostly_zero(x_q) else _MM
@@ -99,7 +98,7 @@ class _Product:
         K, M = x_q.shape[1], w_q.shape[0]
         self.route = _route(x_q, w_q)
         if self.route == _NONZEROS:
-            self.w_t, self.found = w_q.t().float().contiguous(), torch.empty((_PARTS, K), dtype=torch.int32)
+            self.w_t, self.found = w_q.t().float().contiguous(), torch.empty((PARTS, K), dtype=torch.int32)
             return
         if self.route == _INT_MM:
             self.total = torch.empty((step, M), dtype=torch.int32)
@@ -115,7 +114,7 @@ class _Product:
         x_q = self.x_q[rows]
         (R, K), M = x_q.shape, out.shape[1]
         if self.route == _NONZEROS:
-            launch("qgnn_matmul_nonzeros", out, self.found, x_q, self.w_t, R, K, M, x_q.stride(0), _PARTS)
+            launch("qgnn_matmul_nonzeros", out, self.found, x_q, self.w_t, R, K, M, x_q.stride(0), PARTS)
             return None
         if self.route == _INT_MM:
             return torch._int_mm(x_q, self.w_q.t(), out=self.total[:R])
@@ -235,9 +234,9 @@ def matmul_dw(g_q: Tensor, g_scale: Tensor, x_q: Tensor, x_scale: Tensor) -> Ten
     g_q, x_q = rows_of(g_q, torch.int8), rows_of(x_q, torch.int8)
     factor = (g_scale * x_scale).float().expand(N).contiguous()
     if _dw_route(g_q, g_scale, x_q, x_scale) == _NONZEROS:
-        partial, scaled = torch.zeros((_PARTS, K, M)), torch.empty((_PARTS, M))
-        found = torch.empty((_PARTS, K), dtype=torch.int32)
-        operands = (partial, found, scaled, g_q, factor, x_q, N, M, K, g_q.stride(0), x_q.stride(0), _PARTS)
+        partial, scaled = torch.zeros((PARTS, K, M)), torch.empty((PARTS, M))
+        found = torch.empty((PARTS, K), dtype=torch.int32)
+        operands = (partial, found, scaled, g_q, factor, x_q, N, M, K, g_q.stride(0), x_q.stride(0), PARTS)
         launch("qgnn_matmul_dw_nonzeros", *operands)
         return partial.sum(0).t().contiguous()
     chunks = list(_chunks(N, max(K, M)))

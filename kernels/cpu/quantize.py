@@ -10,10 +10,8 @@ Oracle: qgnn.reference.quantize, quantize_grad, masked_grad
 """
 
 import torch
-from qgnn.kernels.cpu.library import empty_codes, launch, rows_of, stream_key
+from qgnn.kernels.cpu.library import PARTS, empty_codes, launch, rows_of, stream_key
 from torch import Tensor
-
-_PARTS = 16  # of rows, for threads to share and to add up in order, whatever the number of threads
 
 
 def quantize(
@@ -70,9 +68,9 @@ def quantize_grad(
         codes, scale = quantize(wide, bits=bits, granularity=granularity, seed=seed, stream=stream)
         return codes, scale, wide.sum(0) if sum_columns else None
     codes, scale = empty_codes(N, F), torch.empty(N)
-    sums = torch.empty((_PARTS, F)) if sum_columns else None
-    rows, work = rows_of(grad, torch.float32), torch.empty((_PARTS, F))
+    sums = torch.empty((PARTS, F)) if sum_columns else None
+    rows, work = rows_of(grad, torch.float32), torch.empty((PARTS, F))
     rule = (seed, stream_key(stream), (1 << (bits - 1)) - 1)
-    sizes = (N, F, rows.stride(0), _PARTS)
+    sizes = (N, F, rows.stride(0), PARTS)
     launch("qgnn_quantize_grad", codes, scale, sums, work, rows, mask, float(factor), *rule, *sizes)
     return codes, scale, None if sums is None else sums.sum(0)
