@@ -101,7 +101,7 @@ def softmax(indptr: Tensor, scores: Tensor) -> Tensor:
     target = edge_targets(indptr, scores.shape[0])
     largest = torch.segment_reduce(value, "max", offsets=indptr, axis=0, unsafe=True)
     value = (value - largest[target]).exp_()
-    return value.div_(_row_sums(indptr, value)[target]).to(scores.dtype)
+    return value.div_(row_sums(indptr, value)[target]).to(scores.dtype)
 
 
 def softmax_backward(indptr: Tensor, out: Tensor, grad: Tensor) -> Tensor:
@@ -113,13 +113,14 @@ def softmax_backward(indptr: Tensor, out: Tensor, grad: Tensor) -> Tensor:
     """
     dtype = compute_dtype(grad)
     out, value = out.to(dtype), grad.to(dtype)
-    mean = _row_sums(indptr, out * value)[edge_targets(indptr, grad.shape[0])]
+    mean = row_sums(indptr, out * value)[edge_targets(indptr, grad.shape[0])]
     return (out * (value - mean)).to(grad.dtype)
 
 
-def _row_sums(indptr: Tensor, edge_values: Tensor) -> Tensor:
-    """Sums over the edges of each row, in their order: [E, H] -> [N, H]."""
-    return spmm(indptr, torch.arange(edge_values.shape[0], dtype=indptr.dtype, device=indptr.device), edge_values)
+def row_sums(indptr: Tensor, edge_values: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Sums over the edges of each row, in their order, weighted by head: [E, F] -> [N, F]."""
+    edge = torch.arange(edge_values.shape[0], dtype=indptr.dtype, device=indptr.device)
+    return spmm(indptr, edge, edge_values, weight=weight)
 
 
 def attention_scores(
@@ -178,7 +179,7 @@ def attention_scores_backward(
     edge_grad = softmax_backward(indptr, out, grad.to(score.dtype))
     edge_grad = torch.where(score > 0, edge_grad, edge_grad * negative_slope)
     d_source = spmm(indptr_t, order_t, edge_grad)
-    return _row_sums(indptr, edge_grad).to(score_target.dtype), d_source.to(score_source.dtype)
+    return row_sums(indptr, edge_grad).to(score_target.dtype), d_source.to(score_source.dtype)
 
 
 def _edge_scores(indptr: Tensor, index: Tensor, score_target: Tensor, score_source: Tensor) -> Tensor:
