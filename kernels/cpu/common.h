@@ -37,6 +37,21 @@ INLINE float float_of(uint32_t bits) {
     return value;
 }
 
+/* ---- elements of rows: int8 codes or floats ---- */
+
+/* One multiply-add: fused in hardware, or none; a fused one in software would be far slower than its two roundings. */
+INLINE float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__FP_FAST_FMAF)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE float value_at(const char *row, int64_t k, const int is_codes) {
+    return is_codes ? (float)((const int8_t *)row)[k] : ((const float *)row)[k];
+}
+
 /* ---- threads ---- */
 
 enum { WORK_PER_THREAD = 1 << 14, PARTS_PER_THREAD = 16 };

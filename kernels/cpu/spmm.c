@@ -29,19 +29,6 @@ typedef struct {
     const activation *last; /* null: none */
 } job;
 
-/* One multiply-add: fused in hardware, or none; a fused one in software would be far slower than its two roundings. */
-INLINE float multiply_add(float a, float b, float c) {
-#if defined(__FMA__) || defined(__FP_FAST_FMAF)
-    return __builtin_fmaf(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
-
-INLINE float value_at(const char *row, int64_t k, const int is_codes) {
-    return is_codes ? (float)((const int8_t *)row)[k] : ((const float *)row)[k];
-}
-
 /* ---- a block of columns of one row or of GROUP rows ---- */
 
 INLINE void add_one(float *restrict sum, const char *restrict row, float factor, const int width, const int is_codes) {

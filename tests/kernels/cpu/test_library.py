@@ -25,7 +25,8 @@ from qgnn import rng
 
 def test_exported_functions_take_what_the_library_passes() -> None:
     found = prototypes(build.SOURCES)
-    assert {prototype.file for prototype in found.values()} == {path.stem for path in build.SOURCES.glob("*.c")}
+    inner = {"attention_shared"}  # functions for other files alone
+    assert {prototype.file for prototype in found.values()} == {p.stem for p in build.SOURCES.glob("*.c")} - inner
     assert [rule for prototype in found.values() for rule in broken_rules(prototype)] == []
 
 

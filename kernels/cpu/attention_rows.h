@@ -1,0 +1,132 @@
+/* Rows by head for attention: sums and dot products of the rows at the other ends of a chunk of edges. */
+#ifndef QGNN_ATTENTION_ROWS_H
+#define QGNN_ATTENTION_ROWS_H
+
+#include "common.h"
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+/* Inlined or cloned, what is specialized already would be compiled several times. */
+#define LEAF static __attribute__((noinline))
+
+enum {
+    AHEAD = 16,  /* edges between asking for what belongs to a neighbor and using it */
+    LINE = 64,   /* bytes of a cache line */
+    BLOCK = 64,  /* columns that are summed in registers */
+    LANES = 16,  /* partial sums of a dot product */
+    PADDING = 16 /* floats by which arrays of the workspace are rounded up */
+};
+
+/* ---- one thread's workspace ---- */
+
+INLINE int64_t padded(int64_t n) { return (n + PADDING - 1) / PADDING * PADDING; }
+
+/* The next `n` floats of a workspace. */
+INLINE float *take(float **work, int64_t n) {
+    float *taken = *work;
+    *work += padded(n);
+    return taken;
+}
+
+INLINE int64_t *take_wide(float **work, int64_t n) { return (int64_t *)(void *)take(work, 2 * n); }
+
+INLINE int64_t thread_number(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+/* ---- rows ---- */
+
+/* Rows [., H * D]: codes or floats, with a scale a head or none. */
+typedef struct {
+    const char *data;
+    const float *scale; /* [., H], or null */
+    int64_t stride;     /* in bytes */
+    int is_codes;
+} rows;
+
+INLINE rows make_rows(const void *data, const float *scale, int64_t stride, int64_t is_codes) {
+    return (rows){data, scale, is_codes ? stride : 4 * stride, (int)is_codes};
+}
+
+INLINE void fetch_row(const rows *x, int64_t node, int64_t width) {
+    const char *row = x->data + node * x->stride;
+    for (int64_t b = 0; b < width * (x->is_codes ? 1 : 4); b += LINE) __builtin_prefetch(row + b);
+}
+
+/* `scale` times the values of a row. */
+INLINE void load_row(float *restrict out, const rows *x, int64_t node, int64_t H, int64_t D) {
+    const char *row = x->data + node * x->stride;
+    for (int64_t h = 0; h < H; h++) {
+        const float scale = x->scale ? x->scale[node * H + h] : 1.0f;
+        const int64_t at = h * D;
+        if (x->is_codes)
+            for (int64_t k = 0; k < D; k++) out[at + k] = value_at(row, at + k, 1) * scale;
+        else
+            for (int64_t k = 0; k < D; k++) out[at + k] = value_at(row, at + k, 0) * scale;
+    }
+}
+
+/* ---- sums of rows ---- */
+
+/* Edges, in any order, and a weight of each. */
+typedef struct {
+    const int64_t *node, *ahead; /* neighbors, and those to ask for by now */
+    const float *weight;
+    int64_t step; /* from a weight to the next one */
+    int64_t count;
+} edges;
+
+/* sum[k] += weight * row[column + k] over edges, for the D columns of a head. */
+void add_head(float *sum, const rows *x, int64_t column, edges of, int64_t D);
+
+/* ---- dot products ---- */
+
+/* A row that is multiplied with many: as int16 with codes of its own kind, which gives exact integers, else as fp32. */
+typedef struct {
+    const float *values;  /* without scale */
+    const int16_t *codes; /* or null */
+} multiplied;
+
+enum { EXACT_COLUMNS = 1 << 16 }; /* 2^16 * 128^2 < 2^31 */
+
+/* Row `node` of `x`, to be multiplied with rows of `other`. */
+INLINE multiplied widen(float **work, const rows *x, int64_t node, const rows *other, int64_t H, int64_t D) {
+    const int64_t width = H * D;
+    const char *row = x->data + node * x->stride;
+    if (x->is_codes && other->is_codes && D <= EXACT_COLUMNS) {
+        int16_t *codes = (int16_t *)(void *)take(work, width);
+        for (int64_t k = 0; k < width; k++) codes[k] = ((const int8_t *)row)[k];
+        return (multiplied){0, codes};
+    }
+    float *values = take(work, width);
+    if (x->is_codes)
+        for (int64_t k = 0; k < width; k++) values[k] = value_at(row, k, 1);
+    else memcpy(values, row, (size_t)width * sizeof(float));
+    return (multiplied){values, 0};
+}
+
+INLINE float fold(float *sum) {
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int l = 0; l < width; l++) sum[l] += sum[l + width];
+    return sum[0];
+}
+
+INLINE float dot_values(const float *a, const char *row, int64_t D, const int is_codes) {
+    float sum[LANES] = {0};
+    int64_t k = 0;
+    for (; k + LANES <= D; k += LANES)
+#pragma GCC unroll 1 /* gcc unrolls a short loop before it has turned it into vectors, and then cannot */
+        for (int l = 0; l < LANES; l++) sum[l] = multiply_add(a[k + l], value_at(row, k + l, is_codes), sum[l]);
+    for (int l = 0; k + l < D; l++) sum[l] = multiply_add(a[k + l], value_at(row, k + l, is_codes), sum[l]);
+    return fold(sum);
+}
+
+/* out[c, h]: the dot products of the heads of `own` and of the rows of `count` edges, without the scales of either. */
+void dots(float *out, multiplied own, const rows *x, const int64_t *node, int64_t count, int64_t H, int64_t D);
+
+#endif
