@@ -47,6 +47,20 @@ def column_offsets(offs, stride):
         return offs.to(tl.int64) * stride
 
 
+@triton.jit
+def head_offsets(offs_row, mask_row, offs_h, H: tl.constexpr):
+    """Offsets and mask of the heads ``offs_h`` of rows ([R, E]) of a matrix ``[rows, H]``: [R, E, BLOCK_H]."""
+    offs = offs_row.to(tl.int64)[:, :, None] * H + offs_h[None, None, :]
+    return offs, mask_row[:, :, None] & (offs_h < H)[None, None, :]
+
+
 def scale_stride(scale: Tensor) -> int:
     """Stride to walk a scale vector with: 0 if one value serves every row."""
     return 0 if scale.numel() == 1 else scale.stride(0)
+
+
+def head_scale_strides(scale: Tensor | None) -> tuple[int, int]:
+    """Strides to walk the scales of rows and heads with, from one value for all, one a row, or one a head of a row."""
+    if scale is None:
+        return 0, 0
+    return scale_stride(scale), scale.stride(1) if scale.dim() == 2 and scale.shape[1] > 1 else 0

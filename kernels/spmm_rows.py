@@ -34,6 +34,12 @@ def load_lanes(indptr_ptr, row, num_rows, slot, first, last, offs_m, ROWS: tl.co
 
 
 @triton.jit
+def lane_rows(row, num_rows, slot, offs_m, GROUP: tl.constexpr):
+    """The row of each lane, int64, and whether there is one: the lanes of a chunk are parts of one row."""
+    return row.to(tl.int64) + tl.where(slot >= 0, 0, offs_m), offs_m < tl.where(slot >= 0, GROUP, num_rows)
+
+
+@triton.jit
 def aggregate_rows(
     start,
     stop,

@@ -11,6 +11,7 @@ from statistics_checks import EPS
 
 SLOPE = 0.2
 TINY = 2.0**-149  # a step of fp32's denormals
+SMALLEST = 2.0**-126  # what a GPU may flush to 0 is below
 
 
 def rows_of(indptr: Tensor) -> Iterator[slice]:
@@ -53,6 +54,27 @@ def softmax_bound(indptr: Tensor, scores: Tensor, *, score_roundings: int = 0) -
     return 1.01 * EPS * roundings * exact_softmax(indptr, scores) + 2 * TINY
 
 
+def online_softmax_bound(indptr: Tensor, scores: Tensor, *, score_roundings: int = 0) -> Tensor:
+    """The same for a GPU's exponential and a sum that is rescaled whenever the row's maximum grows.
+
+    exp(d) is 2 ** (d log2 e), off by a relative 2.5 |d| eps, from rounding d, the product and the constant, and by
+    4 eps of its own. Rescaling splits d into parts, as many as the maximum grows: each of them adds 5 eps, once for
+    every edge at most, and three times more where sums of lanes, of parts and of chunks meet. Then n - 1 additions, a
+    reciprocal of 4 eps and the product.
+    """
+    distance = by_row(indptr, scores, lambda row: row.max(0).values - row.min(0).values)
+    size = by_row(indptr, scores, lambda row: row.abs().max(0).values)
+    roundings = 5 * distance + 2 * score_roundings * size + 6 * degrees(indptr) + 30
+    return 1.01 * EPS * roundings * exact_softmax(indptr, scores) + 2 * SMALLEST
+
+
+def transposed(indptr: Tensor, index: Tensor, num_sources: int) -> tuple[Tensor, Tensor]:
+    """``indptr`` of the transposed graph, and where each of its edges stands in the graph."""
+    counts = torch.bincount(index.long(), minlength=num_sources)
+    indptr_t = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return indptr_t.to(indptr.dtype), torch.argsort(index, stable=True).to(indptr.dtype)
+
+
 def row_sums(indptr: Tensor, values: Tensor) -> Tensor:
     """[E, H] -> [N, H]."""
     total = values.new_zeros(len(indptr) - 1, values.shape[1])
@@ -67,3 +89,16 @@ def exact_backward(indptr: Tensor, out: Tensor, grad: Tensor) -> tuple[Tensor, T
     size = by_row(indptr, (out * grad).abs(), lambda row: row.sum(0))
     bound = out * ((degrees(indptr) + 4) * size + 4 * grad.abs())
     return out * (grad - mean), 1.01 * EPS * bound + 2 * TINY
+
+
+def exact_attention_backward(
+    indptr: Tensor, scores: Tensor, out: Tensor, grad: Tensor, indptr_t: Tensor, order: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """The gradients of targets' and sources' scores with their bounds: as many additions as there are edges."""
+    edge, bound = exact_backward(indptr, out, grad)
+    edge = torch.where(scores > 0, edge, SLOPE * edge)
+    order = order.long()
+    return [
+        (row_sums(pointer, e), row_sums(pointer, b + (degrees(pointer) + 1) * EPS * e.abs()) + TINY)
+        for pointer, e, b in ((indptr, edge, bound), (indptr_t, edge[order], bound[order]))
+    ]

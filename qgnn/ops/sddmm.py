@@ -4,8 +4,6 @@ With ``bits`` float rows are rounded to int8, the two sides independently of eac
 come as codes with a scale are used as they are, and have no gradient. The gradient of a dot product is a neighbor sum
 of the other side's rows (of their codes, where those were kept) with the edges' gradients, in full precision, as
 weights. The gradient of a sum needs no rows: edges are summed by target, and by source.
-
-Triton serves one head of dot products; on CUDA the rest runs in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from qgnn.ops._checks import CSC, CSR, GRANULARITIES, INT8_OR_FULL, POSITIVE, Si
 from qgnn.ops.matmul import quantize_operand
 
 
-def _codes_of_heads(
+def codes_of_heads(
     backend: Backend, x: Tensor, heads: int, seed: Tensor | None, bits: int, granularity: str, stream: int
 ) -> tuple[Tensor, Tensor]:
     """Codes [N, F] with a scale a head of a row (or one a tensor): [N] with one head, else [N, H]."""
@@ -54,9 +52,9 @@ def _sddmm(
     made: list[Tensor | None] = [None] * 4
     target, source = (x_target, target_scale), (x_source, source_scale)
     if bits and target_scale is None:
-        target = made[:2] = _codes_of_heads(backend, x_target, heads, *rounding, STREAM_HIDDEN)
+        target = made[:2] = codes_of_heads(backend, x_target, heads, *rounding, STREAM_HIDDEN)
     if bits and source_scale is None:
-        source = made[2:] = _codes_of_heads(backend, x_source, heads, *rounding, STREAM_INPUT)
+        source = made[2:] = codes_of_heads(backend, x_source, heads, *rounding, STREAM_INPUT)
     options = {} if (op, heads) == ("dot", 1) else {"op": op, "heads": heads}
     scales = {"target_scale": target[1], "source_scale": source[1]}
     out = backend.call(
@@ -71,7 +69,7 @@ def _out_dtype(x_target: Tensor, x_source: Tensor) -> torch.dtype:
     return floats[0] if floats else torch.float32
 
 
-def _fake_kept(x: Tensor, heads: int, granularity: str) -> tuple[Tensor, Tensor]:
+def fake_codes_of_heads(x: Tensor, heads: int, granularity: str) -> tuple[Tensor, Tensor]:
     num_rows, width = x.shape
     codes = fake_codes(x, num_rows, width) if heads == 1 else x.new_empty((num_rows, width), dtype=torch.int8)
     by_row = (num_rows,) if heads == 1 else (num_rows, heads)
@@ -101,7 +99,7 @@ def _fake_sddmm(
     kept: list[Tensor | None] = []
     for x, scale in ((x_target, target_scale), (x_source, source_scale)):
         made = bits and keep_codes and scale is None
-        kept += _fake_kept(x, heads, granularity) if made else (None, None)
+        kept += fake_codes_of_heads(x, heads, granularity) if made else (None, None)
     return fresh(x_target, (x_target.new_empty(shape, dtype=_out_dtype(x_target, x_source)), *kept))
 
 
@@ -134,14 +132,11 @@ def _sum_of_rows(
     dtype: torch.dtype,
 ) -> Tensor:
     """Neighbor sums of ``rows`` [S, F], each head weighted by its own gradient, ``edge_grad`` [E, H]: [N, F]."""
-    width = rows.shape[1] // heads
-    sums = []
-    for head in range(heads):
-        columns = rows[:, head * width : (head + 1) * width]
-        head_scale = scale[:, head].contiguous() if scale is not None and scale.dim() == 2 else scale
-        options = {"weight": edge_grad[:, head].contiguous(), "x_scale": head_scale, "out_dtype": dtype}
-        sums.append(backend.call("spmm", "spmm.backward", indptr, index, columns, bits=bits or 8, **options))
-    return sums[0] if heads == 1 else torch.cat(sums, dim=1)
+    weight = edge_grad.squeeze(1) if heads == 1 else edge_grad
+    if scale is not None and scale.dim() == 2:  # of heads: made part of the weights, of which there is one a head too
+        weight, scale = weight * scale.index_select(0, index).view_as(weight), None
+    options = {"weight": weight, "x_scale": scale, "out_dtype": dtype}
+    return backend.call("spmm", "spmm.backward", indptr, index, rows, bits=bits or 8, **options)
 
 
 def _check_grad(grad: Tensor, index: Tensor, op: str, heads: int) -> None:

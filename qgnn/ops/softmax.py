@@ -1,8 +1,7 @@
 """``qgnn::softmax`` and ``qgnn::attention_scores``: softmax over the edges of each target, with gradients.
 
 Both compute in fp32 (float64 for float64 scores). Nothing is rounded to integers: there is a value an edge and head, to
-which a row of features is large. The backward pass keeps the result, not the edges' scores. There is no Triton kernel
-yet: on CUDA both run in plain PyTorch.
+which a row of features is large. The backward pass keeps the result, not the edges' scores.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dense import CASES, assert_within, graph_of
 from op_checks import assert_inputs_unchanged, gradients, opcheck, saved_tensors, shares_memory
-from qgnn import Graph, ops, trace
+from qgnn import Graph, ops, reference, trace
 from qgnn.ops._backends import Backend, torch_backend, triton_backend
 from qgnn.ops.softmax import (
     _attention_scores,
@@ -253,7 +253,7 @@ def test_opcheck_without_edges() -> None:
     opcheck(ops.attention_scores, (*nodes, *structure(graph), SLOPE))
 
 
-def test_what_stands_in_for_triton_kernels_agrees(device: str) -> None:
+def test_the_kernels_agree(device: str) -> None:
     graph = graph_of("isolated")
     nodes, grad = node_scores(graph), torch.randn(graph.num_edges, H)
 
@@ -267,3 +267,11 @@ def test_what_stands_in_for_triton_kernels_agrees(device: str) -> None:
 
     for ours, there in zip(results(torch_backend(), "cpu"), results(triton_backend(), device), strict=True):
         torch.testing.assert_close(there, ours, rtol=64 * EPS, atol=64 * EPS)
+
+
+def test_float64_runs_in_pytorch_on_a_gpu_as_well() -> None:
+    """The kernels compute in fp32."""
+    graph = graph_of("isolated")
+    indptr, scores = graph.csr.indptr, torch.randn(6, 2, dtype=torch.float64)
+    out = triton_backend().call("softmax", "softmax.forward", indptr, scores)
+    assert torch.equal(out, reference.softmax(indptr, scores))

@@ -20,12 +20,12 @@ from qgnn import reference
 from softmax_cases import (
     SLOPE,
     TINY,
-    degrees,
     edge_scores,
+    exact_attention_backward,
     exact_backward,
     exact_softmax,
-    row_sums,
     softmax_bound,
+    transposed,
 )
 from statistics_checks import EPS
 
@@ -41,13 +41,6 @@ Operands = tuple[Tensor, ...]
 def graph_of(name: str, dtype: torch.dtype = torch.int32) -> tuple[Tensor, Tensor, int, int]:
     edge_index, S, N = ALL_GRAPHS[name]
     return *csr(edge_index, N, "cpu", dtype), S, N
-
-
-def transposed(indptr: Tensor, index: Tensor, num_sources: int) -> tuple[Tensor, Tensor]:
-    """``indptr`` of the transposed graph, and where each of its edges stands in the graph."""
-    counts = torch.bincount(index.long(), minlength=num_sources)
-    indptr_t = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return indptr_t.to(indptr.dtype), torch.argsort(index, stable=True).to(indptr.dtype)
 
 
 # --- the exponential
@@ -223,13 +216,9 @@ def assert_attention(operands: Operands) -> None:
     graph = (indptr, index, *transposed(indptr, index, source.shape[0]))
     grad = torch.randn_like(out)
     d_target, d_source = attention_scores_backward(*graph, target, source, out, grad, negative_slope=SLOPE)
-    edge, bound = exact_backward(indptr, out, grad)
-    edge = torch.where(scores > 0, edge, SLOPE * edge)
-    sum_bound = bound + (degrees(indptr) + 1) * EPS * edge.abs()
-    assert_within(d_target, row_sums(indptr, edge), row_sums(indptr, sum_bound))
-    indptr_t, order = graph[2], graph[3].long()
-    addition = (indptr_t.diff().double()[:, None] + 1) * EPS * row_sums(indptr_t, edge[order].abs())
-    assert_within(d_source, row_sums(indptr_t, edge[order]), row_sums(indptr_t, bound[order]) + addition + TINY)
+    exact = exact_attention_backward(indptr, scores, out, grad, *graph[2:])
+    for actual, (expected, bound) in zip((d_target, d_source), exact, strict=True):
+        assert_within(actual, expected, bound)
 
 
 @pytest.mark.parametrize("name", ALL_GRAPHS)
