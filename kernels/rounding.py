@@ -55,6 +55,15 @@ def counter_hash(low, k0, k1):
 
 
 @triton.jit
+def pair_hash(seed, row, pair, PAIRS: tl.constexpr):
+    """32 random bits for pairs of columns (uint32) of rows (int64) that broadcast against them; ``PAIRS`` is the power
+    of two of pairs that rows lie apart."""
+    base = row * PAIRS
+    k0, k1 = hash_keys(seed, (base >> 32).to(tl.uint32))
+    return mix((base.to(tl.uint32) * _WEYL + k0) + pair * _WEYL, k1)
+
+
+@triton.jit
 def random_bits16(seed, row, first_col, F: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """16 random bits for each element of a tile of a matrix with ``F`` columns: int32 [R, C].
 

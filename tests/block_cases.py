@@ -28,3 +28,20 @@ def codes_of(packed: Tensor, bits: int) -> Tensor:
         for row in packed.tolist()
     ]
     return torch.tensor(codes, dtype=torch.int64).view(len(codes), run * 8 // bits)
+
+
+# Edges of bins of very different widths, the smallest one that there may be among them.
+EDGES = {
+    1: torch.tensor([0.0, 1.0]),
+    2: torch.tensor([0, 1.1394, 1.8606, 3]),
+    4: torch.tensor([0, 2.0**-16, 0.5, 1, 2, 2.001, 3.7, 5, 8, 9, 9.25, 9.5, 12, 13, 14.999, 15]),
+}
+
+
+@st.composite
+def any_edges(draw: st.DrawFn, bits: int) -> Tensor:
+    """Edges that the operators take."""
+    last = (1 << bits) - 1
+    inner = st.integers(1, last * 65536 - 1)
+    between = sorted(draw(st.lists(inner, min_size=last - 1, max_size=last - 1, unique=True)))
+    return torch.tensor([0, *between, last * 65536]) / 65536

@@ -2,11 +2,13 @@
 
 Numerics: bit-equal to the reference, codes, offsets, steps and unpacked values. A block is read once from memory: its
 extrema are found, and its codes made and packed, while it lies in the first-level cache. Other types than fp32 are
-converted a few blocks at a time, so no fp32 copy of the whole tensor is made.
+converted a few blocks at a time, so no fp32 copy of the whole tensor is made; nor is a projection of the whole tensor.
+The sums of a projection are added in ascending order, without fused multiply-adds.
 
 Oracle: qgnn.reference.blocks_pack, qgnn.reference.blocks_unpack
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -18,14 +20,32 @@ _CONVERTED = 1 << 18  # values of another type that are converted at a time: 1 M
 _MAX_BLOCK = 1 << 16  # as in blocks.c, which keeps a block's codes on the stack
 
 
-def _chunks(num_blocks: int, block_size: int, dtype: torch.dtype) -> Iterator[tuple[slice, slice]]:
-    """``(blocks, values)`` of the pieces that one call works on: everything, if it is fp32."""
+def _chunks(num_blocks: int, block_size: int, dtype: torch.dtype, whole: int = 1) -> Iterator[tuple[slice, slice]]:
+    """``(blocks, values)`` of the pieces that one call works on: everything, if it is fp32. With ``whole``, pieces of
+    so many values that are made or used by a projection: they stay in a cache."""
     if block_size > _MAX_BLOCK:
         raise ValueError(f"'blocks' expects 'block_size' up to {_MAX_BLOCK} (got {block_size})")
-    chunk = num_blocks if dtype == torch.float32 else max(1, _CONVERTED // block_size)
+    multiple = math.lcm(block_size, whole) // block_size  # blocks that hold whole rows
+    chunk = num_blocks
+    if dtype != torch.float32 or whole > 1:
+        chunk = max(1, _CONVERTED // (multiple * block_size)) * multiple
     for first in range(0, num_blocks, chunk or 1):
         last = min(first + chunk, num_blocks)
         yield slice(first, last), slice(first * block_size, last * block_size)
+
+
+def _signs(F: int, projection: int, seed: Tensor, stream: int, *, transposed: bool) -> Tensor:
+    """The table of a projection's signs, [F, R'] or [R', F]: small beside the matrix."""
+    signs = torch.empty((projection, F) if transposed else (F, projection))
+    launch("qgnn_blocks_signs", signs, seed, stream_key(stream), F, projection, int(transposed))
+    return signs
+
+
+def _project(x: Tensor, signs: Tensor, projection: int, out: Tensor) -> Tensor:
+    """``x @ signs / sqrt(R')`` [N, M]; ``out`` holds it, or is converted from it."""
+    result = out if out.dtype == torch.float32 else torch.empty(out.shape)
+    launch("qgnn_blocks_project", result, x, signs, projection**-0.5, *x.shape, signs.shape[1])
+    return result if result is out else out.copy_(result)
 
 
 def blocks_pack(
@@ -36,32 +56,73 @@ def blocks_pack(
     metadata_dtype: torch.dtype = torch.float32,
     seed: Tensor | None = None,
     stream: int = 0,
+    edges: Tensor | None = None,
+    projection: int = 0,
+    projection_seed: Tensor | None = None,
+    projection_stream: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed codes uint8 ``[B, block_size * bits / 8]`` of all values of ``x``, and offsets and steps ``[B]``."""
-    x = x.detach().reshape(-1)
-    num_blocks = -(-x.numel() // block_size)
+    """Packed codes uint8 ``[B, block_size * bits / 8]`` of all values of ``x``, and offsets and steps ``[B]``.
+
+    Of a projection, a piece at a time is made and packed."""
+    x = x.detach()
+    edges = None if edges is None else edges.contiguous()
+    if projection:
+        assert projection_seed is not None
+        signs = _signs(x.shape[1], projection, projection_seed, projection_stream, transposed=False)
+        num_values = x.shape[0] * projection
+    else:
+        x = x.reshape(-1)
+        num_values = x.numel()
+    num_blocks = -(-num_values // block_size)
     packed = torch.empty((num_blocks, block_size * bits // 8), dtype=torch.uint8)
     low, step = torch.empty(num_blocks), torch.empty(num_blocks)
-    for blocks, values in _chunks(num_blocks, block_size, x.dtype):
-        piece = x[values].float().contiguous()  # a vector can have any stride
-        operands = (packed[blocks], low[blocks], step[blocks], piece, seed, stream_key(stream), bits)
+    for blocks, values in _chunks(num_blocks, block_size, x.dtype, projection or 1):
+        if projection:
+            rows = slice(values.start // projection, min(values.stop // projection, x.shape[0]))
+            made = torch.empty((rows.stop - rows.start, projection))
+            piece = _project(x[rows].float().contiguous(), signs, projection, made).view(-1)
+        else:
+            piece = x[values].float().contiguous()  # a vector can have any stride
+        operands = (packed[blocks], low[blocks], step[blocks], piece, seed, edges, stream_key(stream), bits)
         sizes = (blocks.start, piece.numel(), block_size)
         launch("qgnn_blocks_pack", *operands, _METADATA[metadata_dtype], *sizes)
     return packed, low.to(metadata_dtype), step.to(metadata_dtype)  # exact: they are numbers of that type
 
 
 def blocks_unpack(
-    packed: Tensor, low: Tensor, step: Tensor, *, bits: int, size: int, dtype: torch.dtype = torch.float32
+    packed: Tensor,
+    low: Tensor,
+    step: Tensor,
+    *,
+    bits: int,
+    size: int,
+    dtype: torch.dtype = torch.float32,
+    edges: Tensor | None = None,
+    projection: int = 0,
+    projection_seed: Tensor | None = None,
+    projection_stream: int = 0,
+    num_columns: int = 0,
 ) -> Tensor:
-    """The values ``[size]`` that packed codes stand for."""
+    """The values ``[size]`` that packed codes stand for, or the matrix ``[N, num_columns]`` that was projected."""
     num_blocks, num_bytes = packed.shape
     block_size = num_bytes * 8 // bits
     packed, low, step = packed.contiguous(), low.float().contiguous(), step.float().contiguous()
-    out = torch.empty((size,), dtype=dtype)
-    for blocks, values in _chunks(num_blocks, block_size, dtype):
-        piece = out[values]
-        result = piece if dtype == torch.float32 else torch.empty(piece.shape)
-        launch("qgnn_blocks_unpack", result, packed[blocks], low[blocks], step[blocks], bits, piece.numel(), block_size)
-        if result is not piece:
-            piece.copy_(result)
+    edges = None if edges is None else edges.contiguous()
+    if projection:
+        assert projection_seed is not None
+        signs = _signs(num_columns, projection, projection_seed, projection_stream, transposed=True)
+        out = torch.empty((size // projection, num_columns), dtype=dtype)
+    else:
+        out = torch.empty((size,), dtype=dtype)
+    for blocks, values in _chunks(num_blocks, block_size, dtype, projection or 1):
+        values = slice(values.start, min(values.stop, size))
+        in_place = dtype == torch.float32 and not projection
+        piece = out[values] if in_place else torch.empty(values.stop - values.start)
+        operands = (packed[blocks], low[blocks], step[blocks], edges, bits)
+        launch("qgnn_blocks_unpack", piece, *operands, piece.numel(), block_size)
+        if projection:
+            rows = slice(values.start // projection, values.stop // projection)
+            _project(piece.view(-1, projection), signs, projection, out[rows])
+        elif not in_place:
+            out[values] = piece
     return out

@@ -1,6 +1,7 @@
-"""``qgnn::blocks_pack`` and ``qgnn::blocks_unpack``: block-wise packed storage of 1, 2, 4 or 8 bits a value.
+"""``qgnn::blocks_pack`` and ``qgnn::blocks_unpack``: block-wise packed storage of 1, 2, 4 or 8 bits a value, in bins of
+one width or of given edges, of the values or of their random projection.
 
-Packed codes carry no gradient, so these ops have none. There is no Triton kernel yet: on a GPU the reference runs.
+Packed codes carry no gradient, so these ops have none. No projection is ``0``, with no seed and no columns.
 """
 
 from __future__ import annotations
@@ -8,15 +9,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qgnn.ops._backends import STREAM_INPUT, Backend, define
+from qgnn.ops._backends import STREAM_INPUT, STREAM_PROJECTION, Backend, define
 from qgnn.ops._checks import Signature
 
 BITS = (1, 2, 4, 8)
 MAX_BLOCK = 1 << 16  # a longer block saves less than a thousandth of a bit a value
+PROJECTIONS = range(1 << 16)  # columns; 0: none
 METADATA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _check_pack(bits: int, block_size: int, metadata_dtype: torch.dtype) -> None:
+def _check_projection(owner: str, projection: int, seed: Tensor | None) -> None:
+    if projection and seed is None:
+        raise ValueError(
+            f"'{owner}' expects 'projection_seed' with a 'projection' (got None); make it with 'qgnn.rng.make_seed'"
+        )
+
+
+def _check_pack(
+    x: Tensor,
+    bits: int,
+    block_size: int,
+    metadata_dtype: torch.dtype,
+    projection: int,
+    projection_seed: Tensor | None,
+) -> None:
+    _check_projection("qgnn::blocks_pack", projection, projection_seed)
+    if projection and x.dim() != 2:
+        raise ValueError(
+            f"'qgnn::blocks_pack' expects 'x' of shape [N, F] with a 'projection' of its columns (got {list(x.shape)})"
+        )
     if not 1 <= block_size <= MAX_BLOCK:
         raise ValueError(f"'qgnn::blocks_pack' expects 'block_size' from 1 to {MAX_BLOCK} values (got {block_size})")
     if block_size * bits % 8:
@@ -31,7 +52,23 @@ def _check_pack(bits: int, block_size: int, metadata_dtype: torch.dtype) -> None
         )
 
 
-def _check_unpack(packed: Tensor, low: Tensor, step: Tensor, bits: int, size: int, dtype: torch.dtype) -> None:
+def _check_unpack(
+    packed: Tensor,
+    low: Tensor,
+    step: Tensor,
+    bits: int,
+    size: int,
+    dtype: torch.dtype,
+    projection: int,
+    projection_seed: Tensor | None,
+    num_columns: int,
+) -> None:
+    _check_projection("qgnn::blocks_unpack", projection, projection_seed)
+    if projection and (size % projection or num_columns < 0):
+        raise ValueError(
+            f"'qgnn::blocks_unpack' expects a 'size' of whole rows of 'projection' values, and 'num_columns' of the "
+            f"matrix that was packed (got {size} values, {projection} a row, {num_columns} columns)"
+        )
     for name, t in (("low", low), ("step", step)):
         if t.dtype not in METADATA_DTYPES:
             raise TypeError(f"'qgnn::blocks_unpack' expects '{name}' in a type of at most 32 bits (got {t.dtype})")
@@ -48,9 +85,17 @@ def _check_unpack(packed: Tensor, low: Tensor, step: Tensor, bits: int, size: in
 
 
 def _blocks_pack(
-    backend: Backend, x: Tensor, seed: Tensor | None, bits: int, block_size: int, metadata_dtype: torch.dtype
+    backend: Backend,
+    x: Tensor,
+    seed: Tensor | None,
+    bits: int,
+    block_size: int,
+    metadata_dtype: torch.dtype,
+    edges: Tensor | None,
+    projection: int,
+    projection_seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_pack(bits, block_size, metadata_dtype)
+    _check_pack(x, bits, block_size, metadata_dtype, projection, projection_seed)
     return backend.call(
         "blocks_pack",
         "blocks.pack",
@@ -60,14 +105,26 @@ def _blocks_pack(
         metadata_dtype=metadata_dtype,
         seed=seed,
         stream=STREAM_INPUT,
+        edges=edges,
+        projection=projection,
+        projection_seed=projection_seed,
+        projection_stream=STREAM_PROJECTION,
     )
 
 
 def _fake_blocks_pack(
-    x: Tensor, seed: Tensor | None, bits: int, block_size: int, metadata_dtype: torch.dtype
+    x: Tensor,
+    seed: Tensor | None,
+    bits: int,
+    block_size: int,
+    metadata_dtype: torch.dtype,
+    edges: Tensor | None,
+    projection: int,
+    projection_seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_pack(bits, block_size, metadata_dtype)
-    num_blocks = (x.numel() + block_size - 1) // block_size
+    _check_pack(x, bits, block_size, metadata_dtype, projection, projection_seed)
+    num_values = x.shape[0] * projection if projection else x.numel()
+    num_blocks = (num_values + block_size - 1) // block_size
     packed = x.new_empty((num_blocks, block_size * bits // 8), dtype=torch.uint8)
     low = x.new_empty((num_blocks,), dtype=metadata_dtype)
     return packed, low, torch.empty_like(low)
@@ -76,27 +133,67 @@ def _fake_blocks_pack(
 blocks_pack = define(
     "blocks_pack",
     _blocks_pack,
-    "(Tensor x, Tensor? seed, int bits, int block_size, ScalarType metadata_dtype) -> (Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor? seed, int bits, int block_size, ScalarType metadata_dtype, Tensor? edges, int projection, "
+    "Tensor? projection_seed) -> (Tensor, Tensor, Tensor)",
     _fake_blocks_pack,
-    Signature(choices={"bits": BITS}),
+    Signature(choices={"bits": BITS, "projection": PROJECTIONS}, edges="edges"),
 )
 
 
 def _blocks_unpack(
-    backend: Backend, packed: Tensor, low: Tensor, step: Tensor, bits: int, size: int, dtype: torch.dtype
+    backend: Backend,
+    packed: Tensor,
+    low: Tensor,
+    step: Tensor,
+    bits: int,
+    size: int,
+    dtype: torch.dtype,
+    edges: Tensor | None,
+    projection: int,
+    projection_seed: Tensor | None,
+    num_columns: int,
 ) -> Tensor:
-    _check_unpack(packed, low, step, bits, size, dtype)
-    return backend.call("blocks_unpack", "blocks.unpack", packed, low, step, bits=bits, size=size, dtype=dtype)
+    _check_unpack(packed, low, step, bits, size, dtype, projection, projection_seed, num_columns)
+    return backend.call(
+        "blocks_unpack",
+        "blocks.unpack",
+        packed,
+        low,
+        step,
+        bits=bits,
+        size=size,
+        dtype=dtype,
+        edges=edges,
+        projection=projection,
+        projection_seed=projection_seed,
+        projection_stream=STREAM_PROJECTION,
+        num_columns=num_columns,
+    )
 
 
-def _fake_blocks_unpack(packed: Tensor, low: Tensor, step: Tensor, bits: int, size: int, dtype: torch.dtype) -> Tensor:
-    return packed.new_empty((size,), dtype=dtype)
+def _fake_blocks_unpack(
+    packed: Tensor,
+    low: Tensor,
+    step: Tensor,
+    bits: int,
+    size: int,
+    dtype: torch.dtype,
+    edges: Tensor | None,
+    projection: int,
+    projection_seed: Tensor | None,
+    num_columns: int,
+) -> Tensor:
+    _check_projection("qgnn::blocks_unpack", projection, projection_seed)
+    return packed.new_empty((size // projection, num_columns) if projection else (size,), dtype=dtype)
 
 
 blocks_unpack = define(
     "blocks_unpack",
     _blocks_unpack,
-    "(Tensor packed, Tensor low, Tensor step, int bits, SymInt size, ScalarType dtype) -> Tensor",
+    "(Tensor packed, Tensor low, Tensor step, int bits, SymInt size, ScalarType dtype, Tensor? edges, int projection, "
+    "Tensor? projection_seed, SymInt num_columns) -> Tensor",
     _fake_blocks_unpack,
-    Signature({"packed": "B W", "low": "B", "step": "B"}, choices={"bits": BITS}),
+    Signature(
+        {"packed": "B W", "low": "B", "step": "B"}, choices={"bits": BITS, "projection": PROJECTIONS}, edges="edges"
+    ),
 )

@@ -1,4 +1,8 @@
-"""Block-wise packed storage: codes of 1, 2, 4 or 8 bits with one offset and one step a block of consecutive values."""
+"""Block-wise packed storage: codes of 1, 2, 4 or 8 bits with one offset and one step a block of consecutive values.
+
+Bins have one width or given edges (variance-minimized ones, after Eliassen and Selvan, arXiv:2309.11856), and hold the
+values themselves or those of a random projection (after EXACT, Liu et al., ICLR 2022).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,32 @@ from torch import Tensor
 
 from qgnn.formats import absmax_scale
 from qgnn.reference._common import row_chunks, stream_seed
-from qgnn.rng import random_bits16
+from qgnn.rng import counter_hash, random_bits16, stream_key
 
 _NEAREST = 1 << 15
+
+
+def projection_signs(num_columns: int, projection: int, seed: Tensor, stream: int) -> Tensor:
+    """The matrix R of random signs, fp32 ``[F, R']``: bit ``r % 32`` of the hash of counter
+    ``f * ceil(R' / 32) + r // 32`` makes element ``(f, r)`` -1."""
+    words = -(-projection // 32)
+    counter = torch.arange(num_columns * words, device=seed.device)
+    word = counter_hash(counter, seed ^ stream_key(stream)).view(num_columns, words, 1)
+    bit = (word >> torch.arange(32, dtype=torch.int32, device=seed.device)) & 1
+    return (1 - 2 * bit).flatten(1)[:, :projection].float()
+
+
+def _project(x: Tensor, table: Tensor, projection: int) -> Tensor:
+    """``x @ table / sqrt(R')`` in fp32: ``[N, K] x [K, M] -> [N, M]``."""
+    out = torch.empty((x.shape[0], table.shape[1]), dtype=torch.float32, device=x.device)
+    for rows in row_chunks(x.shape[0], max(table.shape)):
+        out[rows] = (x[rows].float() @ table) * projection**-0.5
+    return out
+
+
+def fixed_edges(edges: Tensor) -> Tensor:
+    """Edges of bins in units of 2**-16, int32."""
+    return (edges * 65536.0 + 0.5).to(torch.int32)  # an exact product
 
 
 def _round_down(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -45,6 +72,10 @@ def blocks_pack(
     metadata_dtype: torch.dtype = torch.float32,
     seed: Tensor | None = None,
     stream: int = 0,
+    edges: Tensor | None = None,
+    projection: int = 0,
+    projection_seed: Tensor | None = None,
+    projection_stream: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of the values of ``x``, in row-major order, packed into bytes block by block.
 
@@ -60,19 +91,38 @@ def blocks_pack(
     A block that holds a value that is not finite, or whose offset or step would exceed ``metadata_dtype``, has codes 0,
     and NaN as offset and step. If no value lies more than 1e-30 above ``low``, ``step`` is 0 and all decode to ``low``.
 
+    With ``edges`` code ``c`` stands for ``low + edges[c] * step``. Position and edges are integers in units of 2**-16
+    of a step, ``p`` and ``e``; with ``e[c] <= p < e[c + 1]`` and ``w = e[c + 1] - e[c]``, the upper edge is taken if
+    ``p + (r16 * w >> 16) >= e[c + 1]``, where ``r16`` is 16 random bits, or 2**15 to round to nearest. No float is
+    involved, and edges 0, 1, 2, ... give the codes of bins of one width.
+
+    With a ``projection`` to R' columns, the values are those of the matrix ``x R / sqrt(R')`` in fp32, ``[N, R']``,
+    with signs ``R`` (:func:`projection_signs`) that no one stores. Backends add its sums in orders of their own.
+
     Args:
-        x: Values of any floating type, converted to fp32 first.
+        x: Values of any floating type, converted to fp32 first; with a projection a matrix ``[N, F]``.
         bits: Width of a code: 1, 2, 4 or 8.
         block_size: Values of a block, a multiple of ``8 / bits``.
         metadata_dtype: Type of offsets and steps: fp32, bf16 or fp16.
         seed: Seed of the stochastic rounding, or ``None`` to round to nearest.
         stream: Number of the seed's stream.
+        edges: fp32 ``[2**bits]`` that rise from 0 to ``2**bits - 1`` by at least 2**-16 each, for at most 4 bits;
+            ``None``: bins of one width.
+        projection: Columns R' to project to, or 0.
+        projection_seed: Seed of the signs.
+        projection_stream: Number of that seed's stream.
 
     Shapes:
-        - **input:** any, ``n`` values
+        - **input:** any, ``n`` values; with a projection ``[N, F]``, and ``n = N R'``
         - **output:** packed uint8 ``[B, block_size * bits / 8]``, low and step ``[B]``, ``B = ceil(n / block_size)``
     """
-    values = x.detach().reshape(-1)
+    values = x.detach()
+    if projection:
+        assert projection_seed is not None
+        values = _project(
+            values, projection_signs(x.shape[1], projection, projection_seed, projection_stream), projection
+        )
+    values = values.reshape(-1)
     num_blocks = -(-values.numel() // block_size)
     seed = stream_seed(seed, stream)
     packed = torch.empty((num_blocks, block_size * bits // 8), dtype=torch.uint8, device=x.device)
@@ -86,18 +136,26 @@ def blocks_pack(
         low_rows, step_rows, inverse = _block_scale(minimum, maximum, bits, metadata_dtype)
         low[blocks], step[blocks] = low_rows, step_rows
         bits16 = None if seed is None else random_bits16(blocks.start, rows.shape[0], block_size, seed)
-        codes = _block_codes(rows - low_rows[:, None], inverse[:, None], bits16)
+        codes = _block_codes(rows - low_rows[:, None], inverse[:, None], bits16, edges)
         codes.view(-1)[chunk.numel() :] = 0
         packed[blocks] = _fold(codes, bits)
     return packed, low, step
 
 
-def _block_codes(above_low: Tensor, inverse: Tensor, bits16: Tensor | None) -> Tensor:
+def _block_codes(above_low: Tensor, inverse: Tensor, bits16: Tensor | None, edges: Tensor | None) -> Tensor:
     """uint8 codes of values that are not negative; 0 where ``inverse`` is."""
     steps = (above_low * (inverse * 65536.0)).to(torch.int32)
-    steps += _NEAREST if bits16 is None else bits16
+    if edges is None:
+        steps += _NEAREST if bits16 is None else bits16
+        codes = steps.bitwise_right_shift_(16)
+    else:
+        fixed = fixed_edges(edges)
+        width, upper = fixed.diff(), fixed[1:].contiguous()
+        codes = torch.bucketize(steps, upper[:-1], out_int32=True, right=True)
+        random = _NEAREST if bits16 is None else bits16.long()
+        codes += steps + (width.long()[codes] * random >> 16) >= upper[codes]
     # The mask is for NaN: which integer it becomes depends on the machine.
-    return steps.bitwise_right_shift_(16).masked_fill_(inverse == 0, 0).to(torch.uint8)
+    return codes.masked_fill_(inverse == 0, 0).to(torch.uint8)
 
 
 def _fold(codes: Tensor, bits: int) -> Tensor:
@@ -110,21 +168,50 @@ def _fold(codes: Tensor, bits: int) -> Tensor:
 
 
 def blocks_unpack(
-    packed: Tensor, low: Tensor, step: Tensor, *, bits: int, size: int, dtype: torch.dtype = torch.float32
+    packed: Tensor,
+    low: Tensor,
+    step: Tensor,
+    *,
+    bits: int,
+    size: int,
+    dtype: torch.dtype = torch.float32,
+    edges: Tensor | None = None,
+    projection: int = 0,
+    projection_seed: Tensor | None = None,
+    projection_stream: int = 0,
+    num_columns: int = 0,
 ) -> Tensor:
-    """The values that packed codes stand for: ``low + step * code`` in fp32, rounded twice, then converted.
+    """The values that packed codes stand for: ``low + step * code``, or ``low + step * edges[code]``, in fp32, rounded
+    twice, then converted.
+
+    Those of a projected matrix ``P`` are multiplied back, to ``P R^T / sqrt(R')`` in fp32. Its mean over the seeds of
+    signs and rounding is the matrix that was packed.
+
+    Args:
+        packed: Bytes, ``low`` and ``step``: the blocks.
+        bits: Width of a code.
+        size: Number of the packed values; with a projection ``N R'``.
+        dtype: Type of the result.
+        edges: As the blocks were packed with, like what follows.
+        num_columns: With a projection, the columns F of the matrix that was packed.
 
     Shapes:
         - **input:** as :func:`blocks_pack` returns them, or a range of their blocks
-        - **output:** ``[size]`` of ``dtype``
+        - **output:** ``[size]`` of ``dtype``, with a projection ``[N, F]``
     """
+    if projection:
+        assert projection_seed is not None
+        values = blocks_unpack(packed, low, step, bits=bits, size=size, edges=edges).view(-1, projection)
+        signs = projection_signs(num_columns, projection, projection_seed, projection_stream)
+        return _project(values, signs.t(), projection).to(dtype)
     num_blocks, num_bytes = packed.shape
     block_size = num_bytes * 8 // bits
     shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)[:, None]
     out = torch.empty(size, dtype=dtype, device=packed.device)
     for blocks in row_chunks(num_blocks, block_size):
-        codes = (packed[blocks, None, :] >> shift) & ((1 << bits) - 1)  # [B, 8 / bits, bytes]
-        values = codes.flatten(1).float().mul_(step[blocks, None].float()).add_(low[blocks, None].float())
+        codes = ((packed[blocks, None, :] >> shift) & ((1 << bits) - 1)).flatten(1)  # [B, block_size]
+        values = codes.float() if edges is None else edges[codes.int()]
+        values = values.mul_(step[blocks, None].float()).add_(low[blocks, None].float())
         chunk = out[blocks.start * block_size : blocks.stop * block_size]
         chunk.copy_(values.view(-1)[: chunk.numel()])
     return out

@@ -1,6 +1,7 @@
 """The native ``blocks_pack`` and ``blocks_unpack`` equal the reference, bit for bit."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 from qgnn.kernels.cpu import blocks as native
 from torch import Tensor
 
-from block_cases import ANY_FLOAT, BITS, METADATA, SEEDS, assert_same, codes_of
+from block_cases import ANY_FLOAT, BITS, EDGES, METADATA, SEEDS, any_edges, assert_same, codes_of
 from qgnn import reference, rng
+from statistics_checks import EPS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -25,7 +27,7 @@ def check(x: Tensor, bits: int, block_size: int, seed: Tensor | None = None, **o
     blocks, expected = native.blocks_pack(x, **options), reference.blocks_pack(x, **options)
     assert_same(blocks, expected)
     assert_same(map(signs, blocks), map(signs, expected))
-    restored = {"bits": bits, "size": x.numel(), "dtype": x.dtype}
+    restored = {"bits": bits, "size": x.numel(), "dtype": x.dtype, "edges": options.get("edges")}
     assert_same([native.blocks_unpack(*blocks, **restored)], [reference.blocks_unpack(*expected, **restored)])
     return blocks
 
@@ -173,3 +175,83 @@ def test_seeds_and_streams_change_codes_and_repeat_them() -> None:
     assert torch.equal(packed[0], packed[1])
     assert not torch.equal(packed[0], packed[2])
     assert not torch.equal(packed[0], packed[3])
+
+
+# --- bins of given edges
+
+
+@pytest.mark.parametrize("block_size", [24, 1000, 65536])
+@pytest.mark.parametrize("bits", EDGES)
+@pytest.mark.parametrize("seed", [None, 7], ids=["nearest", "stochastic"])
+def test_given_edges_equal_reference(bits: int, seed: int | None, block_size: int) -> None:
+    x = torch.randn(10007) * torch.logspace(-9, 4, 10007)
+    x[7000] = math.nan
+    spread = EDGES[bits].repeat_interleave(2)[::2]
+    check(x, bits, block_size, None if seed is None else rng.make_seed(seed), stream=3, edges=spread)
+
+
+@given(st.data(), st.sampled_from(tuple(EDGES)), st.sampled_from(METADATA), SEEDS)
+def test_any_edges(data: st.DataObject, bits: int, metadata_dtype: torch.dtype, seed: Tensor | None) -> None:
+    values = data.draw(st.lists(ANY_FLOAT, max_size=60))
+    check(torch.tensor(values), bits, 24, seed, metadata_dtype=metadata_dtype, edges=data.draw(any_edges(bits)))
+
+
+# --- random projections
+
+
+def signs_of(projection: int) -> dict[str, Any]:
+    return {"projection": projection, "projection_seed": rng.make_seed(5), "projection_stream": 3}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("N", "F", "projection", "block_size"),
+    [(70, 33, 8, 32), (9, 3, 1, 8), (70, 130, 40, 24), (0, 5, 8, 8), (5, 0, 8, 8), (3000, 5, 100, 1000)],
+)
+def test_projection_equals_reference(
+    threads: int, dtype: torch.dtype, N: int, F: int, projection: int, block_size: int
+) -> None:
+    """Of small whole numbers: every sum is exact, in any order, and the scale rounds it once. The largest case takes
+    several pieces of whole blocks and rows."""
+    x, signs = torch.randint(-9, 10, (N, F)).to(dtype), signs_of(projection)
+    options = {"bits": 2, "block_size": block_size, "seed": rng.make_seed(2), **signs}
+    blocks = native.blocks_pack(x, **options)
+    assert_same(blocks, reference.blocks_pack(x, **options))
+    restored = {"bits": 2, "size": N * projection, "num_columns": F, "dtype": dtype, **signs}
+    values, expected = native.blocks_unpack(*blocks, **restored), reference.blocks_unpack(*blocks, **restored)
+    assert values.dtype == dtype
+    # The sums of R' levels are added in another order, each with R' roundings; then one rounding to the type.
+    largest = reference.blocks_unpack(*blocks, bits=2, size=N * projection).abs().amax() if N else torch.tensor(0.0)
+    bound = 2 * (projection + 2) * EPS * projection**0.5 * float(largest)
+    torch.testing.assert_close(values, expected, rtol=torch.finfo(dtype).eps if dtype.itemsize == 2 else 0, atol=bound)
+
+
+def test_projection_is_within_its_bound() -> None:
+    """A sum of F terms in fp32 is off by at most F EPS of their magnitudes, and its scale by 2; 8-bit codes to nearest
+    by half a step."""
+    x, signs = torch.randn(200, 130), signs_of(16)
+    table = reference.blocks.projection_signs(130, *signs.values()).double()
+    blocks = native.blocks_pack(x, bits=8, block_size=64, **signs)
+    values = native.blocks_unpack(*blocks, bits=8, size=200 * 16).view(200, 16)
+    steps = blocks[2].double().repeat_interleave(64).view(200, 16)
+    bound = 0.51 * steps + 132 * EPS * x.double().abs().sum(1, keepdim=True) / 4
+    assert ((values - x.double() @ table / 4).abs() <= bound).all()
+    restored = native.blocks_unpack(*blocks, bits=8, size=200 * 16, num_columns=130, **signs)
+    exact = values.double() @ table.t() / 4
+    assert ((restored - exact).abs() <= 18 * EPS * values.double().abs().sum(1, keepdim=True)).all()
+
+
+@pytest.mark.parametrize("view", ["transposed", "inner", "expanded_row"])
+def test_projection_takes_any_strides(view: str) -> None:
+    x, options = VIEWS[view](torch.randn(26, 42)), {"bits": 2, "block_size": 16, **signs_of(16)}
+    assert_same(native.blocks_pack(x, **options), native.blocks_pack(x.contiguous(), **options))
+
+
+def test_rows_of_a_projection_do_not_mix() -> None:
+    x, options = torch.randn(9, 33), {"bits": 2, "block_size": 16, **signs_of(16)}
+    clean = native.blocks_pack(x, **options)
+    x[4, 7] = math.inf
+    packed, low, step = native.blocks_pack(x, **options)
+    assert low.isnan().nonzero().tolist() == step.isnan().nonzero().tolist() == [[4]]
+    others = torch.arange(9) != 4
+    assert_same([packed[others], low[others]], [clean[0][others], clean[1][others]])
