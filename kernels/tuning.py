@@ -242,6 +242,115 @@ def spmm_extremum_hubs(num_columns: int) -> Config:
     return {"BLOCK_S": max(4, 2048 // block_f), "BLOCK_F": block_f, **_options(4)}
 
 
-def sddmm(num_columns: int, mean_degree: int) -> Config:
-    """Dot products of edges, in slices of 256 columns."""
-    return _gather(num_columns, mean_degree, 256)
+def sddmm(num_columns: int, mean_degree: int, heads: int = 1) -> Config:
+    """Dot products of edges: heads of ``num_columns`` columns, as many as fit 256 columns, or slices of a head."""
+    block_d = _power_of_two(num_columns, 2, 256)
+    block_h = _power_of_two(heads, 1, 256 // block_d)
+    config = _gather(block_d * block_h, mean_degree, 256)
+    del config["BLOCK_F"]
+    return {"BLOCK_H": block_h, "BLOCK_D": block_d, **config}
+
+
+def sddmm_add(num_columns: int, mean_degree: int) -> Config:
+    """Sums of the rows of edges, in slices of 256 columns."""
+    return _gather(num_columns, mean_degree, 256, elements=32)
+
+
+def softmax(heads: int, mean_degree: int) -> Config:
+    """Softmax over edges: tiles of [rows, edges, heads], 8 elements a thread of a single warp; most rows take one
+    step."""
+    block_h = _power_of_two(heads, 1, 16)
+    block_e = _power_of_two(mean_degree, 4, 32)
+    rows = min(16, max(1, 256 // (block_e * block_h)))
+    warps = _power_of_two(rows * block_e * block_h // 256, 1, 8)
+    return {"ROWS": rows, "BLOCK_E": block_e, "BLOCK_H": block_h, **_options(warps)}
+
+
+def softmax_hubs(heads: int) -> Config:
+    """Edges and slots of a hub: tiles of [edges, heads], 8 elements a thread. As in spmm_hubs, the assembler left to
+    itself aims at 32 registers, and keeps some on the stack with Triton 3.6."""
+    block_h = _power_of_two(heads, 1, 16)
+    return {"BLOCK_S": 512 // block_h, "BLOCK_E": 1024 // block_h, "BLOCK_H": block_h, **_options(4), "maxnreg": 64}
+
+
+def softmax_hubs_programs(num_hub_programs: int) -> tuple[int, int]:
+    """Hubs at a time, and programs that share the chunks of each: a graph has a few hubs of many chunks, or many of
+    a few."""
+    return min(num_hub_programs, 256), 16
+
+
+ATTENTION_MAX_COLUMNS = 4096  # the widest head that one program holds
+ATTENTION_SUM_PROGRAMS = 264  # groups of 16 programs that each write a sum over all of their rows: 32 a multiprocessor
+
+
+# What these kernels take, given as a limit: left to itself, the assembler aims lower with Triton 3.6, and keeps some on
+# the stack.
+ATTENTION_DROPOUT_REGISTERS = 112
+ATTENTION_DOT_REGISTERS = 128
+
+
+def attention(heads: int, width: int, *, hubs: bool = False, tiles: int = 1, registers: int = 0) -> Config:
+    """Whole rows by head: a warp up to 1024 columns, of more the heads are split. ``tiles`` accumulators share 32
+    elements a thread. Steps of few edges, since most rows are short; the slots of a hub take four warps. ``registers``
+    is the limit of a thread where a row has one tile, or 0."""
+    limit = 1024 // tiles
+    block_d = _power_of_two(width, 2, ATTENTION_MAX_COLUMNS)
+    block_h = _power_of_two(heads, 1, max(1, limit // block_d))
+    columns = block_h * block_d
+    warps = _power_of_two(columns // limit, 1, 8)
+    tile = {"BLOCK_H": block_h, "BLOCK_D": block_d}
+    if hubs:
+        warps = min(8, 4 * warps)
+        # As in spmm_hubs, the assembler left to itself spills some registers on sm_80.
+        return {"BLOCK_E": _power_of_two(warps * limit // columns, 1, 32), **tile, **_options(warps), "maxnreg": 128}
+    config = {"BLOCK_E": _power_of_two(limit // columns, 1, 8), **tile, **_options(warps)}
+    # The same with two accumulators, or with masks of columns; all else takes fewer registers if it is left to itself.
+    registers = 255 if tiles > 1 or width < block_d else registers
+    return {**config, "maxnreg": registers} if registers else config
+
+
+_BLOCK_TILE = 4096  # values of a tile of packed blocks: 32 a thread
+_WHOLE_BLOCK = 16384  # the longest block that one program holds; half of it where edges take registers too
+
+
+def blocks_pack(block_size: int, bits: int, itemsize: int, has_edges: bool = False) -> Config:
+    """Tiles of [parts of a byte, blocks, bytes]. All parts of a byte are one thread's if the bytes of a tile take all
+    threads, 16 bytes of values each: 1-bit codes of 16-bit values take a double tile. Codes of 4 bits between
+    edges take half a tile: 15 edges are held in registers too."""
+    parts, share = 8 // bits, 2 if bits == 4 and has_edges else 1
+    longest = _WHOLE_BLOCK // (2 if has_edges else 1)
+    block_r = _power_of_two(block_size // parts, 1, longest // parts)
+    if block_size > longest:
+        block_r = 2 * _BLOCK_TILE // share // parts
+    tile = 2 * _BLOCK_TILE if parts == 8 and itemsize == 2 else _BLOCK_TILE // share
+    warps = _power_of_two(4 * parts * block_r // tile, 4, 16)
+    return {"BLOCK_B": max(1, tile // (parts * block_r)), "BLOCK_R": block_r, **_options(warps)}
+
+
+def blocks_unpack(block_size: int, bits: int, itemsize: int) -> Config:
+    """Tiles of [blocks, bytes]: as many bytes a thread as values fill a vector, for each part of the byte; of wider
+    codes more, since they have fewer parts."""
+    tile = 128 * (16 // itemsize) * max(1, bits // 2)
+    block_r = _power_of_two(block_size * bits // 8, 1, tile)
+    return {"BLOCK_B": tile // block_r, "BLOCK_R": block_r, **_options(4)}
+
+
+def blocks_project(num_columns: int, projection: int) -> Config:
+    """Products by signs on tensor cores: 32 values of the matrix a thread and step, of which some are in flight."""
+    block_r = _power_of_two(projection, 8, 64)
+    return {
+        "BLOCK_N": 64,
+        "BLOCK_K": _power_of_two(num_columns, 16, 64),
+        "BLOCK_R": block_r,
+        **_options(4, num_stages=3),
+    }
+
+
+def blocks_unproject(num_columns: int, projection: int) -> Config:
+    """At most 64 sums a thread."""
+    return {
+        "BLOCK_N": 64,
+        "BLOCK_F": _power_of_two(num_columns, 16, 128),
+        "BLOCK_R": _power_of_two(projection, 8, 32),
+        **_options(4),
+    }

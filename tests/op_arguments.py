@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import qgnn.ops.attention
+import qgnn.ops.attention_dot
+import qgnn.ops.attention_gatv2
 import qgnn.ops.graph_linear
 import qgnn.ops.matmul
 import qgnn.ops.sddmm
@@ -15,7 +18,7 @@ import qgnn.ops.spmm_extremum
 import qgnn.ops.spmm_incidence  # noqa: F401  the backward operators are registered by these
 from qgnn import Graph
 
-S, T, E, F, H = 5, 4, 7, 6, 3
+S, T, E, F, H, K = 5, 4, 7, 6, 3, 2
 GRAPH = Graph.from_edge_index(torch.tensor([[0, 1, 2, 3, 4, 4, 0], [0, 0, 1, 3, 3, 3, 3]]), (S, T))
 
 
@@ -37,12 +40,20 @@ def weights(prefix: str = "") -> dict[str, Tensor]:
     return {f"{prefix}weight": torch.rand(E), f"{prefix}weight_t": torch.rand(E), "row_factor": torch.rand(T)}
 
 
+def attention_options(rows: int) -> dict[str, Any]:
+    """What the attention operators share but for their operands: features of edges, of so many columns each, too."""
+    edges = {"edge_attr": torch.randn(E, K), "edge_weight": torch.randn(rows, K), "edge_order": GRAPH.csr.order.clone()}
+    seeds = {"seed": torch.tensor([1]), "bits": 8, "threshold": 9, "dropout_seed": torch.tensor([2])}
+    return {**edges, **both_orders(), **seeds}
+
+
 def arguments_of(name: str) -> dict[str, Any]:
     """Arguments that the operator takes."""
     pairs = {"x_target": torch.randn(T, F), "target_scale": None, "x_source": torch.randn(S, F), "source_scale": None}
     scores = {"score_target": torch.randn(T, H), "score_source": torch.randn(S, H)}
     no_index_t = {k: v for k, v in both_orders().items() if k != "index_t"}
     rows, kept = {"x": torch.randn(S, F), "x_scale": None}, {"x": codes(S, F), "x_scale": torch.rand(S)}
+    needs_edges = {"needs_dattr": True, "needs_dweight": True}
     both = {"needs_dx": True, "needs_dweight": True}
     epilogue = {"relu": True, "threshold": 9, "dropout_seed": torch.tensor([2]), "keep_mask": True}
     behind = {"mask": torch.zeros(T, 1, dtype=torch.uint8), "threshold": 9, "needs_db": True}
@@ -87,6 +98,33 @@ def arguments_of(name: str) -> dict[str, Any]:
         },
         "softmax": lambda: {"scores": torch.randn(E, H), "indptr": csr["indptr"]},
         "softmax_backward": lambda: {"grad": torch.randn(E, H), "out": torch.rand(E, H), "indptr": csr["indptr"]},
+        "attention": lambda: {**rows, **scores, **attention_options(H), "negative_slope": 0.2, "keep": True},
+        "attention_backward": lambda: {
+            **{**kept, **scores, "grad": torch.randn(T, F), "x_scale": torch.rand(S, H) / 127, "lse": torch.rand(T, H)},
+            **{**attention_options(H), "negative_slope": 0.2, **needs_edges},
+        },
+        "attention_gatv2": lambda: {
+            **{**pairs, "att": torch.randn(H, F // H), **attention_options(F), "negative_slope": 0.2, "keep": True},
+        },
+        "attention_gatv2_backward": lambda: {
+            **{"grad": torch.randn(T, F), "x_target": codes(T, F), "target_scale": torch.rand(T, H) / 127},
+            **{"x_source": codes(S, F), "source_scale": torch.rand(S, H) / 127, "lse": torch.rand(T, H)},
+            **{"att": torch.randn(H, F // H), **attention_options(F), "negative_slope": 0.2, **needs_edges},
+        },
+        "attention_dot": lambda: {
+            **{"query": torch.randn(T, F), "query_scale": None, "key": torch.randn(S, F), "key_scale": None},
+            **{"value": torch.randn(S, F), "value_scale": None, **attention_options(F), "heads": H, "keep": True},
+        },
+        "attention_dot_backward": lambda: {
+            **{
+                "grad": torch.randn(T, F),
+                "query": codes(T, F),
+                "query_scale": torch.rand(T, H) / 127,
+                "key": codes(S, F),
+            },
+            **{"key_scale": torch.rand(S, H) / 127, "value": codes(S, F), "value_scale": torch.rand(S, H) / 127},
+            **{"lse": torch.rand(T, H), **attention_options(F), **needs_edges},
+        },
         "attention_scores": lambda: {**scores, **no_index_t, "negative_slope": 0.2},
         "attention_scores_backward": lambda: {
             **{"grad": torch.randn(E, H), "out": torch.rand(E, H), **scores, **no_index_t, "negative_slope": 0.2},
@@ -108,12 +146,14 @@ def arguments_of(name: str) -> dict[str, Any]:
             **{"grad": torch.randn(T, F), "node": GRAPH.incidence("target")[2].clone()},
         },
         "blocks_pack": lambda: {
-            **{"x": torch.randn(50), "seed": torch.tensor([1]), "bits": 2, "block_size": 16},
-            **{"metadata_dtype": torch.float32},
+            **{"x": torch.randn(S, F), "seed": torch.tensor([1]), "bits": 2, "block_size": 16},
+            **{"metadata_dtype": torch.float32, "edges": torch.tensor([0, 1.25, 1.75, 3])},
+            **{"projection": 8, "projection_seed": torch.tensor([3])},
         },
         "blocks_unpack": lambda: {
             **{"packed": torch.zeros(3, 4, dtype=torch.uint8), "low": torch.ones(3), "step": torch.ones(3)},
-            **{"bits": 2, "size": 40, "dtype": torch.float32},
+            **{"bits": 2, "size": 40, "dtype": torch.float32, "edges": torch.tensor([0, 1.25, 1.75, 3])},
+            **{"projection": 8, "projection_seed": torch.tensor([3]), "num_columns": F},
         },
     }
     return made[name]()

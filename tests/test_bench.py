@@ -77,7 +77,7 @@ def test_rehearsal_writes_whole_records(rehearsal: tuple[subprocess.CompletedPro
         assert re.sub(r"[^a-z0-9]+", "-", record["device"].lower()) == path.parent.name
         assert {"python", "qgnn", "torch", "torch_geometric", "triton"} <= set(record["versions"])
         assert datetime.fromisoformat(record["utc"]).utcoffset().total_seconds() == 0
-        assert (record["saved_mib"] is not None) == (suite in ("layer", "train", "memory"))
+        assert (record["saved_mib"] is not None) == (suite in ("layer", "train", "attention", "memory"))
         assert (record["peak_mib"] is not None) == (suite == "memory")  # a CPU counts it for a whole process only
 
 
@@ -196,6 +196,14 @@ def test_a_run_records_only_where_it_should(
     assert main.main([*arguments, "--results", str(tmp_path / "elsewhere")]) == 0
     assert list((tmp_path / "elsewhere").glob("*/softmax.jsonl"))
     assert "softmax  arxiv/synthetic/x0.005/H4/" in capsys.readouterr().out
+
+
+def test_a_run_measures_the_cases_that_are_asked_for(tmp_path: Path) -> None:
+    prefix = "arxiv/synthetic/x0.005/H4/edge"
+    assert main.main(["softmax", "--quick", "--case", prefix, "--results", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*/softmax.jsonl")
+    cases = [json.loads(line)["case"] for line in path.read_text().splitlines()]
+    assert set(cases) == {f"{prefix}_softmax"}
 
 
 def test_a_run_whose_checkout_changes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

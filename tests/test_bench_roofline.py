@@ -63,6 +63,23 @@ def test_bytes_of_other_primitives_are_those_of_a_trace() -> None:
     assert record.ops["matmul.forward"]["bytes"] == roofline.matmul(N, K, M).bytes
 
 
+@pytest.mark.parametrize("config", [None, qgnn.QConfig()])
+def test_bytes_of_attention_are_those_of_a_trace(config: qgnn.QConfig | None) -> None:
+    """What the two passes backward hand to each other is no operand of the primitive; the rows, both scores and their
+    scales are read by both of them, and a trace, which has them once, shows the transposed graph and its order."""
+    H, itemsize = 3, 4 if config is None else 1
+    edge_index = torch.randint(N, (2, E), generator=torch.Generator().manual_seed(1))
+    x, source, target = (torch.randn(N, *s, requires_grad=True) for s in ((H, M // H), (H,), (H,)))
+    with qgnn.trace(error=False) as record:
+        qgnn.functional.attention(edge_index, x, source, target, config=config).sum().backward()
+    assert record.ops["attention.forward"]["bytes"] == roofline.attention(N, E, M, H, itemsize).bytes
+    passes = (make(N, E, M, H, itemsize).bytes for make in (roofline.attention_targets, roofline.attention_sources))
+    heads = 4 * N * H
+    between = 2 * (N * M + 4 * heads if config else 3 * heads) + (0 if config else 4 * N * M)
+    twice = N * M * itemsize + heads + (heads if config else 0)
+    assert record.ops["attention.backward"]["bytes"] == sum(passes) - between - twice + 4 * E
+
+
 def test_bytes_counted_by_hand() -> None:
     """10 nodes, 30 edges, 8 inputs, 16 outputs, in bytes."""
     assert roofline.quantize(10, 8) == (320 + 80 + 40 + 8, 0, 0, "tf32")

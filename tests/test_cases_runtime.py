@@ -75,8 +75,8 @@ def test_every_operator_has_a_fake() -> None:
         x, theta, bias, weight = fakes
         codes = functional.quantize(x, config)
         assert codes.codes.shape == x.shape
-        packed = ops.blocks_pack(x.detach(), None, 2, 64, torch.float32)
-        assert ops.blocks_unpack(*packed, 2, x.numel(), torch.float32).shape == (x.numel(),)
+        packed = ops.blocks_pack(x.detach(), None, 2, 64, torch.float32, None, 0, None)
+        assert ops.blocks_unpack(*packed, 2, x.numel(), torch.float32, None, 0, None, 0).shape == (x.numel(),)
         for out in (
             functional.linear(x, theta, bias, config=config),
             functional.spmm(graph, x, weight, config=config),
@@ -86,6 +86,9 @@ def test_every_operator_has_a_fake() -> None:
             functional.edge_softmax(graph, weight),
             functional.incidence_sum(graph, weight, config=config),
             functional.attention_weights(graph, x, x),
+            functional.attention(graph, x.unsqueeze(1), x[:, :1], x[:, 1:2], config=config),
+            functional.attention_gatv2(graph, x.unsqueeze(1), x.unsqueeze(1), theta[:1], config=config),
+            functional.attention_dot(graph, *(x.unsqueeze(1) for _ in range(3)), config=config),
         ):
             grads = torch.autograd.grad(out.sum(), fakes, allow_unused=True)
             assert all(g is None or (g.shape, g.dtype) == (t.shape, t.dtype) for g, t in zip(grads, fakes, strict=True))
@@ -139,7 +142,7 @@ class _Launches:
 
 def _run_kernels(num_rows: int, num_edges: int, width: int, num_outputs: int, device: str) -> list[tuple[Any, Any]]:
     """Each launcher once in every variant, beside the reference: ``[(kernel's result, expected), ...]``."""
-    from qgnn.kernels import matmul, quantize, sddmm, spmm
+    from qgnn.kernels import attention, blocks, matmul, quantize, sddmm, softmax, spmm
 
     codes = torch.randint(-127, 128, (num_rows, width), dtype=torch.int8, device=device)
     grad = torch.randint(-127, 128, (num_rows, num_outputs), dtype=torch.int8, device=device)
@@ -150,9 +153,15 @@ def _run_kernels(num_rows: int, num_edges: int, width: int, num_outputs: int, de
     target = torch.randint(max(1, num_rows), (num_edges,)).sort().values
     indptr = torch.searchsorted(target, torch.arange(num_rows + 1)).int().to(device)
     index = torch.randint(max(1, num_rows), (num_edges,), dtype=torch.int32).to(device)
+    order = torch.argsort(index, stable=True).int()
+    indptr_t = torch.searchsorted(index[order], torch.arange(num_rows + 1, device=device)).int()
+    score, edge_x = torch.randn(num_rows, 1, device=device), torch.randn(num_edges, 1, device=device)
     seed = rng.make_seed(1, device)
     mask = torch.zeros((num_rows, mask_width(width)), dtype=torch.uint8, device=device)
     behind = {"mask": mask, "factor": 2.0}
+    signs = {"projection": 8, "projection_seed": seed}
+    low = torch.ones((num_rows + 1) // 2, device=device)
+    packed = (torch.zeros((low.numel(), 4), dtype=torch.uint8, device=device), low, low)
     calls: list[tuple[Any, str, tuple[Any, ...], dict[str, Any]]] = [
         *((quantize, "quantize", (x,), {"granularity": g, "seed": seed}) for g in ("row", "tensor", "block")),
         (matmul, "matmul", (codes, scale, theta, theta_scale), {}),
@@ -166,7 +175,30 @@ def _run_kernels(num_rows: int, num_edges: int, width: int, num_outputs: int, de
         (spmm, "spmm", (indptr, index, codes), {"x_scale": scale}),
         (spmm, "spmm_requantize", (indptr, index, codes), {"x_scale": scale, "seed": seed}),
         (sddmm, "sddmm", (indptr, index, codes, codes), {"target_scale": scale, "source_scale": scale}),
+        (sddmm, "sddmm", (indptr, index, x, x), {"op": "add"}),
+        (softmax, "softmax", (indptr, edge_x), {}),
+        (softmax, "softmax_backward", (indptr, edge_x, edge_x), {}),
+        (softmax, "attention_scores", (indptr, index, score, score), {}),
+        (softmax, "attention_scores_backward", (indptr, index, indptr_t, order, score, score, edge_x, edge_x), {}),
+        (blocks, "blocks_pack", (x,), {"bits": 2, "block_size": 8, "seed": seed}),
+        (blocks, "blocks_pack", (codes.float(),), {"bits": 2, "block_size": 16, "seed": seed, **signs}),  # exact sums
+        (blocks, "blocks_unpack", packed, {"bits": 2, "size": 8 * num_rows}),
+        (blocks, "blocks_unpack", packed, {"bits": 2, "size": 8 * num_rows, "num_columns": width, **signs}),
     ]
+    if width:
+        graph = (indptr, index, indptr_t, target.to(device, torch.int32)[order], order)
+        of_head = scale[:, None]
+        operands = {
+            "attention": ((score, score, codes), ("x_scale",)),
+            "attention_gatv2": ((codes, codes, torch.ones(1, width, device=device)), ("target_scale", "source_scale")),
+            "attention_dot": ((codes, codes, codes), ("query_scale", "key_scale", "value_scale")),
+        }
+        for name, (rows, names) in operands.items():
+            given = dict.fromkeys(names, of_head * 2.0**-7)
+            calls.append((attention, name, (indptr, index, *rows), given))
+            lse = getattr(reference, name)(indptr, index, *rows, **given)[1]
+            given = {**given, "grad_bits": 8, "needs_dedge": True}
+            calls.append((attention, f"{name}_backward", (*graph, *rows, lse, x), given))
     return [
         (getattr(module, name)(*args, **options), getattr(reference, name)(*args, **options))
         for module, name, args, options in calls
@@ -175,6 +207,7 @@ def _run_kernels(num_rows: int, num_edges: int, width: int, num_outputs: int, de
 
 def _aggregate_long_rows(device: str) -> None:
     """Codes wide enough for tensor cores, and rows that are cut into chunks."""
+    from qgnn.kernels.softmax import softmax, softmax_backward
     from qgnn.kernels.spmm import make_plan, spmm, spmm_extremum
 
     indptr = torch.tensor([0, 1, 40], dtype=torch.int32, device=device)
@@ -184,6 +217,9 @@ def _aggregate_long_rows(device: str) -> None:
         x = torch.ones((1, width), dtype=torch.int8, device=device)
         assert torch.equal(spmm(indptr, index, x, x_scale=x_scale, plan=plan)[:, 0].cpu(), torch.tensor([1.0, 39.0]))
         assert (spmm_extremum(indptr, index, x, x_scale=x_scale, plan=plan)[0] == 1).all()
+    weight = softmax(indptr, torch.ones(40, 1, device=device), plan=plan)
+    torch.testing.assert_close(weight[1:], torch.full((39, 1), 1 / 39, device=device))
+    assert (softmax_backward(indptr, weight, torch.ones_like(weight), plan=plan).abs() < 1e-6).all()
 
 
 @pytest.mark.parametrize(
@@ -228,7 +264,7 @@ def far_rows(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Ca
 
 def test_offsets_beyond_32_bits(far_rows: Callable[[Tensor], Tensor], device: str) -> None:
     """Row 2 of these views lies at element 2^31: an offset held in 32 bits would point before the tensor."""
-    from qgnn.kernels import matmul, quantize, sddmm, spmm
+    from qgnn.kernels import attention, matmul, quantize, sddmm, spmm
 
     codes = torch.randint(-127, 128, (3, 16), dtype=torch.int8, device=device)
     far = far_rows(codes)
@@ -236,11 +272,16 @@ def test_offsets_beyond_32_bits(far_rows: Callable[[Tensor], Tensor], device: st
     theta = torch.randint(-127, 128, (4, 16), dtype=torch.int8, device=device)
     indptr = torch.tensor([0, 2, 3, 4], dtype=torch.int32, device=device)
     index = torch.tensor([2, 0, 2, 1], dtype=torch.int32, device=device)
+    transposed = ([0, 1, 2, 4], [0, 2, 0, 1], [1, 3, 0, 2])
+    graph = (indptr, index, *(torch.tensor(part, dtype=torch.int32, device=device) for part in transposed))
     half = codes.half()
     far_half = far_rows(half)
 
     def results(backend: Any, x: Tensor, values: Tensor) -> dict[str, Any]:
         edges, scales = (indptr, index, x), {"target_scale": scale, "source_scale": scale}
+        of_head, att = scale[:, None], torch.full((1, 16), 2.0**-10, device=device)
+        gatv2 = backend["attention_gatv2"](indptr, index, values, values, att)
+        dot = backend["attention_dot"](indptr, index, values, values, values)
         return {
             "matmul": backend["matmul"](x, scale, theta, theta_scale),
             "matmul_requantize": backend["matmul_requantize"](x, scale, theta, theta_scale),
@@ -248,11 +289,24 @@ def test_offsets_beyond_32_bits(far_rows: Callable[[Tensor], Tensor], device: st
             "spmm": backend["spmm"](*edges, x_scale=scale),
             "spmm_requantize": backend["spmm_requantize"](*edges, x_scale=scale),
             "sddmm": backend["sddmm"](*edges, x, **scales),
+            "attention": backend["attention"](indptr, index, of_head, of_head, x, x_scale=of_head),
+            "attention_backward": backend["attention_backward"](
+                *graph, of_head, of_head, x, of_head, values, x_scale=of_head
+            )[:3],
+            "attention_gatv2": gatv2,
+            "attention_gatv2_backward": backend["attention_gatv2_backward"](
+                *graph, values, values, att, gatv2[1], values
+            )[:3],
+            "attention_dot": dot,
+            "attention_dot_backward": backend["attention_dot_backward"](*graph, values, values, values, dot[1], values)[
+                :3
+            ],
             "quantize": backend["quantize"](values),
             "quantize_tensor": backend["quantize"](values, granularity="tensor"),
         }
 
-    for backend in (vars(matmul) | vars(spmm) | vars(sddmm) | vars(quantize), vars(reference)):
+    kernels = vars(matmul) | vars(spmm) | vars(sddmm) | vars(quantize) | vars(attention)
+    for backend in (kernels, vars(reference)):
         near = results(backend, codes, half)
         for name, result in results(backend, far, far_half).items():
             torch.testing.assert_close(

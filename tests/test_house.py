@@ -146,28 +146,41 @@ def test_a_long_file_is_found(copy: Path) -> None:
 def test_a_primitive_without_a_room_is_found(copy: Path) -> None:
     for path in [*(copy / "kernels").glob("spmm*.py"), *(copy / "kernels" / "cpu").glob("spmm*.c")]:
         path.rename(path.with_stem(path.stem.replace("spmm", "aggregate")))
+    for path in copy.rglob("*attention*.*"):
+        path.unlink()
     plant(copy, "kernels/cpu/gather.c", "")
-    plant(copy, "qgnn/ops/attention.py", "")
-    plant(copy, "kernels/attention.py", "def _attention_rows_kernel(x_ptr): ...")
-    plant(copy, "kernels/cpu/attention.c", "void attention(void);")
+    for path in (copy / "tests").rglob("test_softmax*.py"):
+        path.unlink()
+    reference = copy / "qgnn" / "reference" / "edges.py"
+    reference.write_text(reference.read_text().replace("def softmax(", "def smooth("))
     assert set(house.missing_rooms(copy)) >= {
         "kernels/aggregate_rows.py is named after no primitive",
         "kernels/cpu/gather.c is named after no primitive",
         "'spmm' has no kernels/spmm.py and no kernels/cpu/spmm.c",
-        "'attention' has no tests/ops/test_attention.py",
-        "'attention' has no function in qgnn/reference",
-        "'attention' has no tests/kernels/test_attention.py",
-        "'attention' has no tests/kernels/cpu/test_attention.py",
+        "'softmax' has no tests/ops/test_softmax.py",
+        "'softmax' has no function in qgnn/reference",
+        "'softmax' has no tests/kernels/test_softmax.py",
+        "'softmax' has no tests/kernels/cpu/test_softmax.py",
     }
 
 
 def test_a_kernel_in_either_language_serves_an_op(copy: Path) -> None:
     """What is written in C alone has no Triton kernel yet, and the reverse."""
-    for language in ("kernels/attention.py", "kernels/cpu/attention.c"):
-        plant(copy, "qgnn/ops/attention.py", "")
-        plant(copy, language, "def _attention_rows_kernel(x_ptr): ...")
-        assert not [line for line in house.missing_rooms(copy) if "'attention' has no kernels" in line]
-        (copy / language).unlink()
+    kernels = {
+        "*.py": list((copy / "kernels").glob("softmax*.py")),
+        "*.c": list((copy / "kernels/cpu").glob("softmax*.c")),
+    }
+    for paths in kernels.values():
+        kept = {path: path.read_text() for path in paths}
+        for path in paths:
+            path.unlink()
+        assert not [line for line in house.missing_rooms(copy) if "'softmax' has no kernels" in line]
+        for path, text in kept.items():
+            path.write_text(text)
+    for paths in kernels.values():
+        for path in paths:
+            path.unlink()
+    assert [line for line in house.missing_rooms(copy) if "'softmax' has no kernels" in line]
 
 
 # Prints what `import qgnn` adds on top of torch and PyG: loaded modules, started processes, loaded shared libraries.

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from qgnn import functional
+from qgnn import functional, ops
 from qgnn.cli.provenance import cpu_name, versions
 from qgnn.cli.train import check_writable, write_json
 from qgnn.config import QConfig
@@ -112,4 +112,8 @@ def probe(device: str) -> dict[str, str]:
     with trace(error=False) as record:
         functional.quantize(x.detach(), QConfig())
         functional.graph_linear(edge_index, x, weight, edge_weight=edge_weight, config=QConfig()).sum().backward()
+        functional.edge_softmax(edge_index, edge_weight.detach())
+        rows, scores = x.detach().unsqueeze(1), torch.ones(4, 1, device=device)
+        functional.attention(edge_index, rows, scores, scores, config=QConfig())
+        ops.blocks_pack(x.detach(), None, 2, 64, torch.float32, None, 0, None)
     return {name.partition(".")[0]: op["backend"] for name, op in record.ops.items()}

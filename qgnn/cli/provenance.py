@@ -52,11 +52,13 @@ def now() -> str:
 
 
 def cpu_name() -> str:
-    """The model of the processor, as the system tells it."""
+    """The model of the processor, as the system tells it: with numbers, since virtual machines shorten the name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
+        first = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
+        numbers = f" (family {first['cpu family']}, model {first['model']})" if "cpu family" in first else ""
+        return first["model name"] + numbers
+    except (OSError, KeyError):
         return platform.processor() or platform.machine()
 
 

@@ -39,8 +39,7 @@ def epilogue_of(
     """The epilogue of a call on ``operands``, whose mask is kept if one of them needs a gradient."""
     if activation not in (None, "relu"):
         raise ValueError(f"'{owner}' expects 'activation' to be 'relu' or None (got {activation!r})")
-    if not isinstance(dropout, (int, float)) or not 0.0 <= dropout <= 1.0:
-        raise ValueError(f"'{owner}' expects 'dropout' to be a probability from 0 to 1 (got {dropout!r})")
+    check_probability(owner, "dropout", dropout)
     threshold, relu = dropout_threshold(dropout), activation == "relu"
     tensors = [t for t in operands if t is not None]
     keep = (relu or threshold > 0) and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
@@ -75,6 +74,13 @@ def graph_of(owner: str, graph: Any, x: Tensor | QTensor) -> Graph:
     return graph
 
 
+def graph_between(graph: Any, num_sources: int, num_targets: int) -> Graph:
+    """The graph of the edges in ``graph``, checked to have so many nodes."""
+    if torch.compiler.is_compiling() or num_sources != num_targets:
+        return as_graph(graph, (num_sources, num_targets))
+    return as_graph(graph, num_sources)  # under the key by which layers and other functions find it in the cache
+
+
 def codes_or_rows(owner: str, x: Tensor | QTensor) -> tuple[Tensor, Tensor | None]:
     """``(x, None)``, or codes and scale ``[N]`` or ``[1]`` of an input that is quantized already."""
     if isinstance(x, Tensor):
@@ -96,6 +102,11 @@ def check_float(owner: str, name: str, x: Any) -> None:
         raise TypeError(f"'{owner}' expects '{name}' in at most 32 bits on a GPU (got {x.dtype}); use '{name}.float()'")
     if x.layout != torch.strided:
         raise TypeError(f"'{owner}' expects '{name}' to be dense (got layout {x.layout}); use '{name}.to_dense()'")
+
+
+def check_probability(owner: str, name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
+        raise ValueError(f"'{owner}' expects '{name}' to be a probability from 0 to 1 (got {value!r})")
 
 
 def check_matrix(owner: str, name: str, x: Tensor | QTensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qgnn import ops
 from qgnn.config import QConfig, check_product_config
-from qgnn.functional._checks import check_device, check_float, codes_or_rows, draw_seed, structure
+from qgnn.functional._checks import check_device, check_float, codes_or_rows, draw_seed, graph_between, structure
 from qgnn.graph import Graph, as_graph, identity, to_edges
 from qgnn.qtensor import QTensor
 from qgnn.weak_cache import cached
@@ -61,7 +61,7 @@ def sddmm(
     if op == "add" and config is not None:
         raise ValueError("'sddmm' quantizes with op='dot' only (got a config with op='add'); use config=None")
     _check_rows(x_source, x_target)
-    graph = _graph_between(graph, x_source.shape[0], x_target.shape[0])
+    graph = graph_between(graph, x_source.shape[0], x_target.shape[0])
     for name, x in (("x_source", x_source), ("x_target", x_target)):
         check_device("sddmm", name, x.codes if isinstance(x, QTensor) else x, graph.device)
     if config is None and isinstance(x_source, QTensor) != isinstance(x_target, QTensor):
@@ -160,7 +160,7 @@ def attention_weights(graph: Any, score_source: Tensor, score_target: Tensor, ne
         raise TypeError(
             f"'attention_weights' expects scores of one type (got {score_source.dtype} and {score_target.dtype})"
         )
-    graph = _graph_between(graph, score_source.shape[0], score_target.shape[0])
+    graph = graph_between(graph, score_source.shape[0], score_target.shape[0])
     check_device("attention_weights", "score_source", score_source, graph.device)
     check_device("attention_weights", "score_target", score_target, graph.device)
     indptr, index, indptr_t, _, order_t = structure(graph, score_source, score_target)
@@ -195,12 +195,6 @@ def _flat(x: Tensor | QTensor) -> tuple[Tensor, Tensor | None]:
     if scale is not None and scale.numel() == num_rows * heads and heads > 1:
         scale = scale.view(num_rows, heads)
     return rows.reshape(num_rows, heads * width), scale
-
-
-def _graph_between(graph: Any, num_sources: int, num_targets: int) -> Graph:
-    if torch.compiler.is_compiling() or num_sources != num_targets:
-        return as_graph(graph, (num_sources, num_targets))
-    return as_graph(graph, num_sources)  # under the key by which layers and other functions find it in the cache
 
 
 def _graph_of_edges(edges: Any) -> Graph:

@@ -4,6 +4,9 @@ Importing this package registers them under ``torch.ops.qgnn``; Triton is import
 """
 
 from qgnn.ops._backends import STREAM_DROPOUT
+from qgnn.ops.attention import attention
+from qgnn.ops.attention_dot import attention_dot
+from qgnn.ops.attention_gatv2 import attention_gatv2
 from qgnn.ops.blocks import blocks_pack, blocks_unpack
 from qgnn.ops.graph_linear import graph_linear
 from qgnn.ops.matmul import matmul
@@ -16,6 +19,9 @@ from qgnn.ops.spmm_incidence import incidence_sum
 
 __all__ = [
     "STREAM_DROPOUT",
+    "attention",
+    "attention_dot",
+    "attention_gatv2",
     "attention_scores",
     "blocks_pack",
     "blocks_unpack",

@@ -28,6 +28,7 @@ from qgnn.weak_cache import cached
 STREAM_INPUT, STREAM_WEIGHT, STREAM_HIDDEN = 0, 1, 2
 STREAM_GRAD, STREAM_WEIGHT_T, STREAM_GRAD_HIDDEN = 3, 4, 5
 STREAM_DROPOUT = 6
+STREAM_PROJECTION = 7
 
 _PROCESS = os.getpid()  # a fork between here and the first call of a native kernel has to be noticed
 
@@ -50,6 +51,12 @@ _HOMES = {
     "softmax_backward": "softmax",
     "attention_scores": "softmax",
     "attention_scores_backward": "softmax",
+    "attention": "attention",
+    "attention_backward": "attention",
+    "attention_gatv2": "attention",
+    "attention_gatv2_backward": "attention",
+    "attention_dot": "attention",
+    "attention_dot_backward": "attention",
     "blocks_pack": "blocks",
     "blocks_unpack": "blocks",
 }
@@ -58,17 +65,26 @@ _ROUNDS = {
     *("matmul_requantize", "spmm_requantize", "blocks_pack", "blocks_unpack"),
 }
 _CODES = (torch.int8, torch.uint8)
-_PLANNED = {"spmm", "spmm_requantize", "spmm_extremum"}  # walk the work items of a graph on a GPU
-# Primitives that have no Triton kernel yet: their reference function runs on CUDA tensors as well.
-_WITHOUT_TRITON = {
-    "attention_scores",
-    "attention_scores_backward",
-    "blocks_pack",
-    "blocks_unpack",
-    "softmax",
-    "softmax_backward",
-    "spmm_extremum_dx",
+# Primitives that walk the work items of graphs on a GPU: the arguments that these are handed over as, and which operand
+# is the pointer of each. The operand behind it has an entry an edge.
+_PLANS = {
+    "spmm": {"plan": 0},
+    "spmm_requantize": {"plan": 0},
+    "spmm_extremum": {"plan": 0},
+    "sddmm": {"plan": 0},
+    "softmax": {"plan": 0},
+    "softmax_backward": {"plan": 0},
+    "attention_scores": {"plan": 0},
+    "attention_scores_backward": {"plan": 0, "plan_t": 2},
+    "attention": {"plan": 0},
+    "attention_backward": {"plan": 0, "plan_t": 2},
+    "attention_gatv2": {"plan": 0},
+    "attention_gatv2_backward": {"plan": 0, "plan_t": 2},
+    "attention_dot": {"plan": 0},
+    "attention_dot_backward": {"plan": 0, "plan_t": 2},
 }
+# Primitives that have no Triton kernel: their reference function runs on CUDA tensors as well.
+_WITHOUT_TRITON = {"spmm_extremum_dx"}
 
 
 class Backend:
@@ -159,10 +175,12 @@ def torch_backend() -> Backend:
     return Backend(reference.NAME, {name: getattr(reference, name) for name in _HOMES})
 
 
+def _has_float64(operands: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    return any(isinstance(t, Tensor) and t.dtype == torch.float64 for t in (*operands, *options.values()))
+
+
 def _triton_serves(primitive: str, operands: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    if primitive == "sddmm":
-        return options.get("op", "dot") == "dot" and options.get("heads", 1) == 1
-    return primitive not in _WITHOUT_TRITON
+    return primitive not in _WITHOUT_TRITON and not _has_float64(operands, options)
 
 
 @cache
@@ -171,28 +189,31 @@ def triton_backend() -> Backend:
     homes = {name: home for name, home in _HOMES.items() if name not in _WITHOUT_TRITON}
     modules = {home: import_module(f"qgnn.kernels.{home}") for home in set(homes.values())}
     primitives = {name: getattr(modules[home], name) for name, home in homes.items()}
-    for name in _PLANNED & primitives.keys():
-        primitives[name] = _with_plan(primitives[name], modules["spmm"].make_plan)
+    for name in _PLANS.keys() & primitives.keys():
+        primitives[name] = _with_plans(primitives[name], modules["spmm"].make_plan, _PLANS[name])
     return Backend("triton", primitives, _triton_serves)
 
 
-def _with_plan(function: Callable[..., Any], make_plan: Callable[[Tensor, int], Any]) -> Callable[..., Any]:
-    """Hands ``function`` the work items of its graph, which are made once and live as long as the graph's pointers."""
+def _with_plans(
+    function: Callable[..., Any], make_plan: Callable[[Tensor, int], Any], pointers: dict[str, int]
+) -> Callable[..., Any]:
+    """Hands ``function`` the work items of its graphs, which are made once and live as long as the graphs' pointers."""
 
-    @wraps(function)
-    def planned(indptr: Tensor, index: Tensor, *operands: Any, **options: Any) -> Any:
-        num_edges = index.numel()
+    def plan_of(indptr: Tensor, num_edges: int) -> Any:
         # What is made during a capture is part of the CUDA graph, whose memory nobody else may keep.
         capturing = indptr.is_cuda and torch.cuda.is_current_stream_capturing()
-        plan = cached((indptr,), ("spmm plan", num_edges), lambda: make_plan(indptr, num_edges), keep=not capturing)
-        return function(indptr, index, *operands, plan=plan, **options)
+        return cached((indptr,), ("spmm plan", num_edges), lambda: make_plan(indptr, num_edges), keep=not capturing)
+
+    @wraps(function)
+    def planned(*operands: Any, **options: Any) -> Any:
+        plans = {name: plan_of(operands[i], operands[i + 1].shape[0]) for name, i in pointers.items()}
+        return function(*operands, **plans, **options)
 
     return planned
 
 
 def _c_serves(primitive: str, operands: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    tensors = (*operands, *options.values())
-    return not any(isinstance(t, Tensor) and t.dtype == torch.float64 for t in tensors)
+    return not _has_float64(operands, options)
 
 
 @cache

@@ -26,13 +26,19 @@ INT8_OR_FULL = (0, *INT8_BITS)  # 0: rows keep their type
 GRANULARITIES = ("row", "tensor")
 POSITIVE = range(1, 2**31)
 
+MAX_EDGE_BITS = 4  # of codes in bins of given edges: finer bins gain nothing by them
 MAX_TERMS = 1 << 17  # of an int32 sum of products of codes: 2^17 * 127^2 < 2^31
 
 _INDEX_TYPES = (torch.int32, torch.int64)
 _FLOAT_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_INDICES = ("indptr", "index", "indptr_t", "index_t", "order_t", "order", "node", "arg")
+_INDICES = ("indptr", "index", "indptr_t", "index_t", "order_t", "order", "edge_order", "node", "arg")
 _BYTES = {"packed": "'blocks_pack'", "mask": "the forward pass"}
-_SCALES = {"x": "x_scale", "x_target": "target_scale", "x_source": "source_scale", "hidden": "hidden_scale"}
+_SCALES = {
+    **{"x": "x_scale", "x_target": "target_scale", "x_source": "source_scale", "hidden": "hidden_scale"},
+    **{"query": "query_scale", "key": "key_scale", "value": "value_scale"},
+}
+_TOGETHER = ("edge_attr", "edge_weight", "edge_order")
+_OF_ATTENTION = {"att": ("target_scale", "source_scale"), "query": ("query_scale", "key_scale", "value_scale")}
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class _Dimension:
                 return False
         if self.times is not None:
             times = sizes[self.times]
-            if not _may_hold(size % times == 0):
+            if not _may_hold(times > 0) or not _may_hold(size % times == 0):
                 return False
             size = size // times
         return _may_hold(sizes.setdefault(self.letter, size) == size)
@@ -88,6 +94,7 @@ class Signature:
         choices: The values that an argument can have.
         pointers: Tensors that rise from 0 to ``E``.
         indices: Tensors whose entries count from 0 to the size of a letter; those of ``arg`` may be -1, for nothing.
+        edges: A tensor of bin edges that rises from 0 to ``2**bits - 1``, if it is there.
         int32_sums: Letters that products of codes are summed over in int32.
         required: Tensors that cannot be left out.
         shares: Letters whose size is a multiple of another's, if that is there: ``{"F": "H"}``, columns of heads.
@@ -98,6 +105,7 @@ class Signature:
     choices: Mapping[str, Collection[Any]] = field(default_factory=dict)
     pointers: tuple[str, ...] = ()
     indices: Mapping[str, str] = field(default_factory=dict)
+    edges: str | None = None
     int32_sums: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     shares: Mapping[str, str] = field(default_factory=dict)
@@ -130,6 +138,8 @@ class Signature:
             if name in tensors:
                 self._check_shape(owner, name, tensors[name], shapes, sizes)
         _check_pairs(owner, arguments)
+        if self.edges in tensors:
+            _check_bins(owner, self.edges, tensors[self.edges], arguments["bits"])
         for letter, parts in self.shares.items():
             if parts in sizes and not _may_hold(sizes[letter] % sizes[parts] == 0 if sizes[parts] else False):
                 raise ValueError(
@@ -158,11 +168,17 @@ class Signature:
         raise ValueError(f"'{owner}' expects '{name}' of shape {wanted}{with_sizes} (got {list(t.shape)})")
 
     def check_values(self, owner: str, arguments: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
-        """Raise unless pointers and indices stay within what they point into; remembered for tensors unchanged."""
-        names = (*self.pointers, *self.indices)
+        """Raise unless pointers and indices stay within what they point into, and edges span the codes; remembered for
+        tensors unchanged."""
+        if self.edges is not None and arguments[self.edges] is not None:
+            name, bits = self.edges, arguments["bits"]
+            edges = arguments[name]
+            cached((edges,), ("checked", name, bits), lambda: _check_edges(owner, name, edges, bits))
+        indices = {name: letter for name, letter in self.indices.items() if arguments[name] is not None}
+        names = (*self.pointers, *indices)
         if not names:
             return
-        limits = tuple(int(sizes[letter]) for letter in (*("E" for _ in self.pointers), *self.indices.values()))
+        limits = tuple(int(sizes[letter]) for letter in (*("E" for _ in self.pointers), *indices.values()))
 
         def check() -> bool:
             for number, (name, limit) in enumerate(zip(names, limits, strict=True)):
@@ -182,6 +198,18 @@ def _check_pairs(owner: str, arguments: Mapping[str, Any]) -> None:
                 f"'{owner}' expects '{name}_t' of the shape of '{name}', {list(weight.shape)} (got "
                 f"{list(weight_t.shape)})"
             )
+    if "edge_attr" in arguments and len({arguments[name] is None for name in _TOGETHER}) > 1:
+        missing = next(name for name in _TOGETHER if arguments[name] is None)
+        raise ValueError(f"'{owner}' expects 'edge_attr', 'edge_weight' and 'edge_order' together (got no '{missing}')")
+    for rows, scales in _OF_ATTENTION.items():  # whose kernels read codes or floats, and round what is to become codes
+        rounds = arguments.get("bits") and not owner.endswith("_backward")
+        if rows in arguments and not rounds and len({arguments[name] is None for name in scales}) > 1:
+            missing = next(name for name in scales if arguments[name] is None)
+            raise ValueError(f"'{owner}' expects all rows as codes with scales, or none (got no '{missing}')")
+        names = [name for name, scale in _SCALES.items() if scale in scales]
+        types = [t.dtype for name in names if rows in arguments and (t := arguments[name]).is_floating_point()]
+        if len(set(types)) > 1:
+            raise TypeError(f"'{owner}' expects rows of one type (got {' and '.join(map(str, types))})")
     if arguments.get("threshold") and arguments.get("dropout_seed", owner) is None:
         raise ValueError(
             f"'{owner}' expects 'dropout_seed' with a 'threshold' (got None); make it with 'qgnn.rng.make_seed'"
@@ -198,7 +226,7 @@ def _check_type(owner: str, name: str, t: Tensor, arguments: Mapping[str, Any]) 
     if name in _INDICES:
         if t.dtype not in _INDEX_TYPES:
             raise TypeError(f"'{owner}' expects '{name}' in torch.int32 or torch.int64 (got {t.dtype})")
-    elif name in ("seed", "dropout_seed"):
+    elif name in ("seed", "dropout_seed", "projection_seed"):
         if t.dtype != torch.int64 or tuple(t.shape) != (1,):
             raise ValueError(
                 f"'{owner}' expects '{name}' as one torch.int64, of shape [1] (got {t.dtype} of shape "
@@ -244,3 +272,27 @@ def _check_indices(owner: str, name: str, index: Tensor, size: int) -> None:
             worst = low if low < lowest else high
             what = f"from {lowest} to {size - 1}" if size else "to be empty, as there is nothing to point to"
             raise ValueError(f"'{owner}' expects '{name}' {what} (got {worst})")
+
+
+def _check_bins(owner: str, name: str, edges: Tensor, bits: int) -> None:
+    if bits > MAX_EDGE_BITS:
+        raise ValueError(
+            f"'{owner}' expects no '{name}' with codes of more than {MAX_EDGE_BITS} bits (got 'bits' = {bits}); leave "
+            f"them out for bins of one width"
+        )
+    if edges.dtype != torch.float32 or tuple(edges.shape) != (1 << bits,):
+        raise ValueError(
+            f"'{owner}' expects '{name}' in torch.float32, of shape [{1 << bits}] for {bits}-bit codes (got "
+            f"{edges.dtype} of shape {list(edges.shape)})"
+        )
+
+
+def _check_edges(owner: str, name: str, edges: Tensor, bits: int) -> bool:
+    last = (1 << bits) - 1
+    spans = (edges[0] == 0) & (edges[-1] == last) & (edges.diff() >= 2.0**-16).all()  # a NaN fails
+    message = f"'{owner}' expects '{name}' to rise from 0 to {last} by at least 2**-16 each"
+    if edges.is_cuda:
+        torch._assert_async(spans, message)
+    elif not spans:
+        raise ValueError(f"{message} (got {edges.tolist()})")
+    return True

@@ -8,6 +8,9 @@ Quantized pairs obey ``x = x_q * x_scale``. A seed is an int64 tensor of shape `
 """
 
 from qgnn.reference.activation import masked_grad
+from qgnn.reference.attention import attention, attention_backward
+from qgnn.reference.attention_dot import attention_dot, attention_dot_backward
+from qgnn.reference.attention_gatv2 import attention_gatv2, attention_gatv2_backward
 from qgnn.reference.blocks import blocks_pack, blocks_unpack
 from qgnn.reference.dense import (
     matmul,
@@ -37,6 +40,12 @@ NAME = "torch"
 
 __all__ = [
     "NAME",
+    "attention",
+    "attention_backward",
+    "attention_dot",
+    "attention_dot_backward",
+    "attention_gatv2",
+    "attention_gatv2_backward",
     "attention_scores",
     "attention_scores_backward",
     "blocks_pack",

@@ -22,7 +22,7 @@ def test_info_writes_what_it_prints(capsys: pytest.CaptureFixture[str], tmp_path
     assert set(result["versions"]) == {"python", "qgnn", "torch", "torch_geometric", "triton", "numpy"}
     assert result["versions"]["torch"] in out
     assert result["devices"][0]["device"] == "cpu"
-    for op in ("quantize", "matmul", "spmm", "sddmm"):
+    for op in ("quantize", "matmul", "spmm", "sddmm", "softmax", "attention", "blocks"):
         assert op in out
         entry = result["ops"][op]["cpu"]
         assert entry["backend"] == "c" if op != "matmul" else entry["backend"].startswith("c/")

@@ -24,7 +24,10 @@ def test_tiles_are_powers_of_two_that_the_hardware_takes(arch: int) -> None:
             gathers = [tuning.spmm_rows(width, other), tuning.sddmm(width, other), tuning.spmm_extremum(width, other)]
             hubs = [tuning.spmm_hubs(width, False), tuning.spmm_extremum_hubs(width)]
             rows = [tuning.quantize(width), tuning.quantize_grad(width), tuning.masked_grad(width)]
-            for config in (*products, *gathers, *hubs, *rows, tuning.add_partials(width, other)):
+            by_head = [
+                tuning.attention(other, width, hubs=hubs, tiles=tiles) for hubs in (False, True) for tiles in (1, 2)
+            ]
+            for config in (*products, *gathers, *hubs, *rows, *by_head, tuning.add_partials(width, other)):
                 tiles = [size for name, size in config.items() if name.startswith(("BLOCK", "ROWS"))]
                 assert all(size & (size - 1) == 0 for size in tiles)
                 assert config["num_warps"] in (1, 2, 4, 8)
@@ -61,6 +64,16 @@ def test_gradients_are_held_in_whole_rows() -> None:
         assert tuning.quantize_grad(width)["BLOCK_F"] >= width
         assert tuning.quantize_grad(width)["BLOCK_F"] % 8 == 0
         assert tuning.masked_grad(width)["BLOCK_F"] % 8 == 0
+
+
+def test_attention_holds_whole_heads_in_one_warp_if_it_can() -> None:
+    for width in WIDTHS:
+        for tiles in (1, 2):
+            config = tuning.attention(4, width, tiles=tiles)
+            elements = config["BLOCK_E"] * config["BLOCK_H"] * config["BLOCK_D"]
+            assert config["BLOCK_D"] >= width
+            assert tiles * elements <= 1024 * config["num_warps"]
+            assert config["num_warps"] == 1 or width > 512
 
 
 @pytest.mark.parametrize("block_n", [1, 32, 256])
@@ -111,3 +124,35 @@ def test_a_slice_of_a_head_divides_it() -> None:
 
 def test_masks_are_made_of_whole_bytes() -> None:
     assert all(tuning.spmm_rows(width, 3, has_mask=True)["BLOCK_F"] % 8 == 0 for width in WIDTHS)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("has_edges", [False, True])
+def test_a_thread_holds_all_parts_of_its_bytes(bits: int, itemsize: int, has_edges: bool) -> None:
+    """... since the bytes of a tile give each thread a vector of 16 bytes of values; and it holds at most 64 values."""
+    parts = 8 // bits
+    for block_size in (8, 24, 64, 128, 1000, 1024, 4096, 8192, 8200, 16384, 16392, 65536):
+        config = tuning.blocks_pack(block_size, bits, itemsize, has_edges)
+        num_bytes, threads = config["BLOCK_B"] * config["BLOCK_R"], 32 * config["num_warps"]
+        assert num_bytes & (num_bytes - 1) == 0
+        assert num_bytes >= threads * 16 // itemsize
+        assert num_bytes * parts <= threads * (64 if parts * 16 // itemsize == 64 else 32)
+        longest = 8192 if has_edges else 16384
+        assert (config["BLOCK_R"] * parts >= block_size) == (block_size <= longest)
+        assert config["num_warps"] <= 16  # at least 128 registers a thread
+        config = tuning.blocks_unpack(block_size, bits, itemsize)
+        assert config["BLOCK_B"] * config["BLOCK_R"] >= 128 * 16 // itemsize
+
+
+def test_projections_fit_shared_memory() -> None:
+    """A tile of the matrix in each of three stages, and one of signs, in 99 KiB."""
+    for width in WIDTHS:
+        for projection in (1, 8, 16, 40, 64, 1000):
+            config = tuning.blocks_project(width, projection)
+            assert 4 * config["BLOCK_K"] * (3 * config["BLOCK_N"] + config["BLOCK_R"]) <= 99 * 1024
+            assert config["BLOCK_K"] >= 16
+            assert config["BLOCK_R"] >= 8
+            config = tuning.blocks_unproject(width, projection)
+            assert config["BLOCK_R"] >= 8
+            assert config["BLOCK_N"] * config["BLOCK_F"] <= 64 * 128

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from op_arguments import GRAPH, OPERATORS, E, F, H, S, T, arguments_of, codes
+from op_arguments import GRAPH, OPERATORS, E, F, H, K, S, T, arguments_of, codes
 from op_checks import PLAIN
 from qgnn import QConfig
 from qgnn.nn import QLinear
@@ -105,6 +105,39 @@ BAD = [
     ("sddmm_backward", ValueError, {"grad": torch.randn(E)}, "'grad' with two dimensions (got [7])"),
     ("softmax", ValueError, {"indptr": LONG_POINTERS}, "'indptr' to rise from 0 to the number of edges, 7"),
     ("softmax_backward", ValueError, {"out": torch.rand(E, H + 1)}, "'out' of shape [E, H] with E = 7, H = 3"),
+    ("attention", ValueError, {"x": torch.randn(S, F + 1)}, "'x' of shape [S, H*D] with H = 3, S = 5 (got [5, 7])"),
+    ("attention", ValueError, {"score_source": torch.randn(S, 2)}, "'score_source' of shape [S, H] with H = 3"),
+    ("attention", ValueError, {"edge_attr": torch.randn(E - 1, K)}, "'edge_attr' of shape [E, K] with E = 7"),
+    ("attention", ValueError, {"edge_weight": torch.randn(F, K)}, "'edge_weight' of shape [H, K] with H = 3, K = 2"),
+    ("attention", ValueError, {"edge_order": None}, "together (got no 'edge_order')"),
+    ("attention", ValueError, {"edge_order": GRAPH.csr.order + 1}, "'edge_order' from 0 to 6 (got 7)"),
+    ("attention", ValueError, {"index": GRAPH.csr.index + 1}, "'index' from 0 to 4 (got 5)"),
+    ("attention", ValueError, {"dropout_seed": None}, "'dropout_seed' with a 'threshold' (got None)"),
+    ("attention", TypeError, {"x": codes(S, F)}, "'x' in a floating-point type (got torch.int8); int8 codes come with"),
+    ("attention_backward", ValueError, {"x_scale": torch.rand(S)}, "'x_scale' of shape [S, H] with H = 3, S = 5"),
+    ("attention_backward", ValueError, {"lse": torch.rand(T, 2)}, "'lse' of shape [T, H] with H = 3, T = 4"),
+    ("attention_backward", ValueError, {"index_t": GRAPH.csc.index + 1}, "'index_t' from 0 to 3 (got 4)"),
+    ("attention_gatv2", ValueError, {"att": torch.randn(H, 3)}, "'x_target' of shape [T, H*D] with D = 3, H = 3"),
+    ("attention_gatv2", ValueError, {"edge_weight": torch.randn(H, K)}, "'edge_weight' of shape [H*D, K] with D = 2"),
+    ("attention_gatv2_backward", ValueError, {"order_t": GRAPH.csc.order - 1}, "'order_t' from 0 to 6 (got -1)"),
+    (
+        "attention_gatv2",
+        ValueError,
+        {"x_target": codes(T, F), "target_scale": torch.rand(T, H), "bits": 0},
+        "all rows as codes with scales, or none (got no 'source_scale')",
+    ),
+    (
+        "attention_dot_backward",
+        ValueError,
+        {"key": torch.randn(S, F), "key_scale": None},
+        "all rows as codes with scales, or none (got no 'key_scale')",
+    ),
+    ("attention", ValueError, {"score_target": torch.randn(T, 0)}, "'score_source' of shape [S, H] with H = 0"),
+    ("attention_gatv2", ValueError, {"att": torch.randn(0, 2)}, "'x_target' of shape [T, H*D] with D = 2, H = 0"),
+    ("attention_dot", TypeError, {"value": torch.randn(S, F).half()}, "rows of one type (got torch.float32 and torch."),
+    ("attention_dot", ValueError, {"heads": 4}, "'query' of shape [T, H*D] with H = 4 (got [4, 6])"),
+    ("attention_dot", ValueError, {"key": torch.randn(S - 1, F)}, "'value' of shape [S, H*D] with D = 2, H = 3, S = 4"),
+    ("attention_dot_backward", TypeError, {"key": torch.randn(S, F)}, "'key' as int8 codes, since it has a scale"),
     ("attention_scores", ValueError, {"score_source": torch.rand(2, H)}, "'index' from 0 to 1 (got 4)"),
     ("attention_scores_backward", ValueError, {"order_t": GRAPH.csc.order + 1}, "'order_t' from 0 to 6 (got 7)"),
     ("matmul", ValueError, {"bias": torch.rand(1)}, "'bias' of shape [M] with M = 3 (got [1])"),
@@ -129,6 +162,22 @@ BAD = [
     ("quantize", ValueError, {"block_size": 0}, "'block_size' to be at least 1 (got 0)"),
     ("quantize", ValueError, {"seed": torch.tensor(1)}, "'seed' as one torch.int64, of shape [1]"),
     ("blocks_pack", ValueError, {"seed": torch.tensor([1.0])}, "'seed' as one torch.int64"),
+    (
+        "blocks_pack",
+        ValueError,
+        {"projection_seed": torch.tensor(1)},
+        "'projection_seed' as one torch.int64, of shape [1]",
+    ),
+    ("blocks_pack", ValueError, {"edges": torch.rand(3)}, "'edges' in torch.float32, of shape [4] for 2-bit codes"),
+    ("blocks_pack", ValueError, {"edges": torch.tensor([0, 2.0, 1, 3])}, "'edges' to rise from 0 to 3 by at least"),
+    (
+        "blocks_pack",
+        ValueError,
+        {"x": torch.rand(9)},
+        "'x' of shape [N, F] with a 'projection' of its columns (got [9])",
+    ),
+    ("blocks_unpack", ValueError, {"projection_seed": None}, "'projection_seed' with a 'projection' (got None)"),
+    ("blocks_unpack", ValueError, {"edges": torch.tensor([0, 1, 2, 4.0])}, "'edges' to rise from 0 to 3 by at least"),
     ("blocks_unpack", ValueError, {"low": torch.ones(2)}, "'low' of shape [B] with B = 3 (got [2])"),
 ]
 

@@ -1,5 +1,7 @@
 """``qgnn::quantize``: the operator around ``reference.quantize``, whose arithmetic tests/test_rounding.py holds."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -43,8 +45,8 @@ def test_quantize_seeds() -> None:
 
 def test_streams_of_an_operator_are_distinct() -> None:
     streams = [value for name, value in vars(_backends).items() if name.startswith("STREAM_")]
-    assert len(streams) == 7
-    assert len(set(streams)) == 7
+    assert len(streams) == 8
+    assert len(set(streams)) == 8
 
 
 def test_quantize_leaves_its_input_alone() -> None:
@@ -85,3 +87,9 @@ def test_quantize_on_the_kernels(granularity: str, device: str) -> None:
 
 def _on(seed: int | None, device: str) -> torch.Tensor | None:
     return None if seed is None else rng.make_seed(seed, device)
+
+
+def test_what_has_a_triton_kernel_runs_on_it() -> None:
+    for name, home in _backends._HOMES.items():
+        has_kernel = hasattr(importlib.import_module(f"qgnn.kernels.{home}"), name)
+        assert has_kernel != (name in _backends._WITHOUT_TRITON), name

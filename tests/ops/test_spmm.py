@@ -20,7 +20,7 @@ from op_checks import (
     spmm_structure,
 )
 from qgnn import Graph, ops, reference, rng
-from qgnn.ops._backends import STREAM_GRAD, STREAM_INPUT, _with_plan, torch_backend, triton_backend
+from qgnn.ops._backends import STREAM_GRAD, STREAM_INPUT, _with_plans, torch_backend, triton_backend
 from qgnn.ops.spmm import _spmm, _spmm_backward, spmm_backward
 
 EPS64 = 2.0**-53
@@ -335,7 +335,12 @@ def test_spmm_on_the_kernels(bits: int, device: str) -> None:
 def test_work_items_are_made_once_a_graph(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """... and not kept if they are part of a CUDA graph that is being captured."""
     made: list[int] = []
-    planned = _with_plan(lambda indptr, index, plan: plan, lambda indptr, E: made.append(E) or len(made))
+
+    def make_plan(indptr: Tensor, num_edges: int) -> int:
+        made.append(num_edges)
+        return len(made)
+
+    planned = _with_plans(lambda indptr, index, plan: plan, make_plan, {"plan": 0})
     graph = graph_of("random")
     indptr, index = graph.csr.indptr.to(device), graph.csr.index.to(device)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)

@@ -13,9 +13,10 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from qgnn.kernels.cpu import blocks, info, library, matmul, quantize, sddmm, softmax, spmm
+from qgnn.kernels.cpu import attention_shared, blocks, info, library, matmul, quantize, sddmm, softmax, spmm
 from torch import Tensor
 
+from cpu_attention_cases import DROPOUT, GRAD, KINDS, backward, forward, graph_of, operands
 from graphs import GRAPHS, RECTANGULAR
 from kernel_cases import LAYOUTS, csr, random_codes, random_scales
 from prototypes import misfits, prototypes
@@ -128,8 +129,24 @@ def run_softmax(indptr: Tensor, index: Tensor, transposed: tuple[Tensor, Tensor]
         softmax.attention_scores_backward(indptr, index, *transposed, *scores, out, grad)
 
 
+def run_attention(edge_index: Tensor, S: int, N: int) -> None:
+    for kind in KINDS:
+        for H, D in ((1, 1), (3, 7), (1, 40), (4, 16), (2, 130)):
+            for codes in (True, False):
+                g = graph_of(edge_index, S, N, torch.int32 if codes else torch.int64)
+                o = operands(kind, g, H, D, codes=codes, edges=True, dropout=True)
+                grad = torch.randn(N, H * D)
+                for case in (o, o.but(edge_score=None, edge_x=None, dropout=DROPOUT._replace(threshold=0))):
+                    case.options.pop("edge_x" if kind == "attention" else "edge_score", None)
+                    lse = forward(kind, g, case)[1]
+                    backward(kind, g, case, lse, grad, needs_dedge=True, **GRAD)
+                    backward(kind, g, case, lse, grad)
+
+
 def run_graphs() -> None:
     for edge_index, S, N in edge_lists():
+        with mock.patch.object(attention_shared, "CHUNK", 8 if N % 2 else 128):
+            run_attention(edge_index, S, N)
         order = torch.argsort(edge_index[1], stable=True)
         for dtype in (torch.int32, torch.int64):
             indptr, index = csr(edge_index, N, "cpu", dtype)
@@ -156,6 +173,21 @@ def run_blocks() -> None:
                         x, bits=bits, block_size=block_size, metadata_dtype=metadata, seed=SEED if size % 2 else None
                     )
                     blocks.blocks_unpack(*packed, bits=bits, size=size)
+                if bits <= 4:
+                    edges = torch.arange(1 << bits).float()
+                    packed = blocks.blocks_pack(x, bits=bits, block_size=block_size, seed=SEED, edges=edges)
+                    blocks.blocks_unpack(*packed, bits=bits, size=size, edges=edges)
+    for N, F, projection, block_size in (
+        (0, 5, 8, 8),
+        (9, 0, 8, 8),
+        (13, 33, 1, 8),
+        (13, 130, 40, 24),
+        (1003, 7, 100, 64),
+    ):
+        signs = {"projection": projection, "projection_seed": SEED}
+        for dtype in (torch.float32, torch.bfloat16):
+            packed = blocks.blocks_pack(torch.randn(N, F).to(dtype), bits=2, block_size=block_size, **signs)
+            blocks.blocks_unpack(*packed, bits=2, size=N * projection, num_columns=F, dtype=dtype, **signs)
 
 
 def main() -> None:
