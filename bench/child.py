@@ -1,4 +1,4 @@
-"""``python -m bench.child LIKE PROVIDER DEVICE OUT [--quick]``: one provider of the suite ``memory``, all by itself.
+"""``python -m bench.child PROBLEM PROVIDER DEVICE OUT [--quick]``: one provider of the suite ``memory``, all by itself.
 
 It writes the fields of :class:`bench.harness.Measured` to OUT, or why the provider is not available here.
 """
@@ -15,7 +15,7 @@ from qgnn.cli.measure import PeakMemory
 from .clock import make_clock
 from .harness import MIB, UnavailableError, Work, saved_bytes
 from .suites.inputs import Setting
-from .suites.train import problem
+from .suites.memory import PROBLEMS
 
 NUM_STEPS = 3
 
@@ -38,7 +38,7 @@ def measure(work: Work, memory: PeakMemory, base_mib: float, device: torch.devic
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.child", description=__doc__)
-    for name in ("like", "provider", "device"):
+    for name in ("problem", "provider", "device"):
         parser.add_argument(name)
     parser.add_argument("out", type=Path)
     parser.add_argument("--quick", action="store_true")
@@ -46,8 +46,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
 
     device = torch.device(options.device)
-    gcn = problem(options.like, Setting(device, options.quick))
-    (setup,) = (provider.setup for provider in gcn.providers() if provider.name == options.provider)
+    problem = PROBLEMS[options.problem](Setting(device, options.quick))
+    (setup,) = (provider.setup for provider in problem.providers() if provider.name == options.provider)
     memory = PeakMemory(device)
     memory.start()
     base_mib = memory.mib

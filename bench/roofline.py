@@ -170,6 +170,45 @@ def sddmm(N: int, E: int, F: int, itemsize: int = 1, heads: int = 1) -> Traffic:
     return Traffic(INDEX * (N + 1) + E * INDEX + rows + result, through_l2)
 
 
+def attention(N: int, E: int, F: int, H: int, itemsize: int = 1) -> Traffic:
+    """CSR graph, two scores a node and head, rows (codes and a scale a head if ``itemsize`` is 1) -> fp32 rows, and the
+    logarithm of each row's sum."""
+    heads, result = N * H * FLOAT, N * F * FLOAT + N * H * FLOAT
+    structure = INDEX * (N + 1) + E * INDEX
+    rows = N * F * itemsize + (heads if itemsize == 1 else 0)
+    return Traffic(structure + rows + 2 * heads + result, _gathered_by_head(E, F, H, itemsize) + result)
+
+
+def attention_targets(N: int, E: int, F: int, H: int, itemsize: int = 1) -> Traffic:
+    """The first pass backward: what :func:`attention` reads and the fp32 gradient -> the target scores' gradients, the
+    gradient's codes, and four numbers a head for the second pass (three in full precision)."""
+    heads = N * H * FLOAT
+    read = attention(N, E, F, H, itemsize).bytes  # with the gradient in place of the result
+    written = heads + (N * F + 4 * heads if itemsize == 1 else 3 * heads)
+    seed = SEED if itemsize == 1 else 0
+    through_l2 = _gathered_by_head(E, F, H, itemsize) + N * F * FLOAT + written
+    return Traffic(read + written + seed, through_l2)
+
+
+def attention_sources(N: int, E: int, F: int, H: int, itemsize: int = 1) -> Traffic:
+    """The second pass backward, over the transposed graph: the gradient's rows and the numbers a head are gathered ->
+    gradients of the rows, in fp32, and of the source scores."""
+    heads, fields = N * H * FLOAT, 4 if itemsize == 1 else 3
+    own = N * F * itemsize + heads + (heads if itemsize == 1 else 0)
+    gathered = N * F * itemsize + fields * heads
+    result = N * F * FLOAT + heads
+    row = F * itemsize if itemsize > 1 else _up(F, VECTOR)
+    through_l2 = E * (_up(row, SECTOR) + _up(fields * H * FLOAT, SECTOR) + INDEX) + own + result
+    return Traffic(INDEX * (N + 1) + E * INDEX + own + gathered + result, through_l2)
+
+
+def _gathered_by_head(E: int, F: int, H: int, itemsize: int) -> int:
+    """Bytes that L2 delivers for rows with a score a head, codes with a scale a head too, each in whole sectors."""
+    row = F * itemsize if itemsize > 1 else _up(F, VECTOR)
+    sides = _up(H * FLOAT, SECTOR) * (2 if itemsize == 1 else 1)
+    return E * (_up(row, SECTOR) + sides + INDEX)
+
+
 def sums_by_edge(N: int, E: int, columns_in: int, columns_out: int) -> Traffic:
     """What goes over the edges of each node once, of so many fp32 values read and written: softmax and its kin."""
     return Traffic(INDEX * (N + 1) + E * FLOAT * (columns_in + columns_out))

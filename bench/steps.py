@@ -37,6 +37,7 @@ PURPOSES = {
     "gradient of the weight": ("linear dw", "matmul.backward_dw"),
 }
 HEADS = 4
+ATTENTION = (r.attention, r.attention_targets, r.attention_sources)
 
 Steps = list[Step]
 
@@ -236,6 +237,8 @@ def primitives(N: int, E: int, F: int) -> Steps:
         Step("spmm, bias, mask", r.spmm(N, E, F, bias=True, mask=True)),
         Step("spmm_requantize", r.spmm(N, E, F, requantize=True)),
         Step("sddmm", r.sddmm(N, E, F)),
+        *(Step(f"{make.__name__} (fp32)", make(N, E, F, HEADS, FLOAT)) for make in ATTENTION),
+        *(Step(make.__name__, make(N, E, F, HEADS)) for make in ATTENTION),
     ]
 
 

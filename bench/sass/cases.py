@@ -1,22 +1,25 @@
 """The calls of launchers that are compiled, by name; a kernel that none of them launches fails a test.
 
-To add one: a line in ``make_cases``, for a new kernel another one in ``WORK`` and its budget in
-tests/kernels/test_aot.py. The same calls run on a GPU where compute-sanitizer watches them: ``bench.sanitize``.
+To add one: a line in ``make_cases``, for a new kernel another one in ``work.WORK`` and its budget in
+tests/machine_budgets.py. The same calls run on a GPU where compute-sanitizer watches them: ``bench.sanitize``.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from qgnn.kernels.blocks import blocks_pack, blocks_unpack
 from qgnn.kernels.matmul import matmul, matmul_dw, matmul_requantize, quantize_matmul, quantize_matmul_requantize
 from qgnn.kernels.memory import empty_codes
 from qgnn.kernels.quantize import masked_grad, quantize, quantize_grad
 from qgnn.kernels.sddmm import sddmm
+from qgnn.kernels.softmax import attention_scores, attention_scores_backward, softmax, softmax_backward
 from qgnn.kernels.spmm import spmm, spmm_extremum, spmm_requantize
 from torch import Tensor
 
 from qgnn.activation import Activation, mask_width
+
+from .attention import ATTENTION_MAIN, AttentionInputs, attention_cases
 
 MEAN_DEGREE = 14
 HUB_SHARE = 40  # rows whose edges the first row has: with enough rows it is a hub, whose chunks a second kernel adds
@@ -154,25 +157,122 @@ def _spmm_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
     }
 
 
+def _softmax_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
+    def scores(heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.ones((made.num_nodes * MEAN_DEGREE, heads), dtype=dtype, device=made.device)
+
+    def rows_backward(heads: int) -> Tensor:
+        return softmax_backward(made.graph()[0], scores(heads), scores(heads))
+
+    def attention_backward(heads: int) -> tuple[Tensor, Tensor]:
+        indptr, index = made.graph()
+        order = torch.arange(index.numel(), dtype=torch.int32, device=made.device)
+        rows = made.rows(heads), made.rows(heads), scores(heads), scores(heads)
+        return attention_scores_backward(indptr, index, indptr, order, *rows)
+
+    return {
+        "softmax/fp32/H1": lambda: softmax(made.graph()[0], scores(1)),
+        "softmax/fp32/H4": lambda: softmax(made.graph()[0], scores(4)),
+        "softmax/bf16/H8": lambda: softmax(made.graph()[0], scores(8, torch.bfloat16)),
+        "softmax_backward/fp32/H4": lambda: rows_backward(4),
+        "attention_scores/fp32/H4": lambda: attention_scores(*made.graph(), made.rows(4), made.rows(4)),
+        "attention_scores/fp32/H8": lambda: attention_scores(*made.graph(), made.rows(8), made.rows(8)),
+        "attention_scores_backward/fp32/H4": lambda: attention_backward(4),
+        "attention_scores_backward/fp32/H8": lambda: attention_backward(8),
+    }
+
+
+def _sddmm_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
+    def codes(width: int, heads: int = 1, op: str = "dot") -> Tensor:
+        scale = made.scale if heads == 1 else made.rows(heads)
+        x = made.codes(width)
+        return sddmm(*made.graph(), x, x, op=op, heads=heads, target_scale=scale, source_scale=scale)
+
+    return {
+        "sddmm/int8/F128": lambda: codes(128),
+        "sddmm/int8/F602": lambda: codes(602),
+        "sddmm/int8/F256/H4": lambda: codes(256, 4),
+        "sddmm/int8/F64/H8": lambda: codes(64, 8),
+        "sddmm/fp32/F128": lambda: sddmm(*made.graph(), made.rows(128), made.rows(128)),
+        "sddmm/fp32/F128/H4": lambda: sddmm(*made.graph(), made.rows(128), made.rows(128), heads=4),
+        "sddmm_add/fp32/F128": lambda: sddmm(*made.graph(), made.rows(128), made.rows(128), op="add"),
+        "sddmm_add/int8/F256/H4": lambda: codes(256, 4, "add"),
+    }
+
+
+def _blocks_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
+    bf16 = torch.bfloat16
+
+    def pack(block_size: int, bits: int = 2, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+        return blocks_pack(made.rows(128, dtype), bits=bits, block_size=block_size, **options)
+
+    def unpack(
+        block_size: int, bits: int = 2, dtype: torch.dtype = torch.float32, edges: Tensor | None = None
+    ) -> Tensor:
+        num_blocks = made.num_nodes * 128 // block_size
+        packed = torch.ones((num_blocks, block_size * bits // 8), dtype=torch.uint8, device=made.device)
+        low = made.vector(num_blocks)
+        return blocks_unpack(packed, low, low, bits=bits, size=num_blocks * block_size, dtype=dtype, edges=edges)
+
+    def project(
+        F: int, projection: int, block_size: int = 128, dtype: torch.dtype = torch.float32, edges: Tensor | None = None
+    ) -> Any:
+        signs = {"projection": projection, "projection_seed": made.seed, "projection_stream": 7}
+        return blocks_pack(made.rows(F, dtype), bits=2, block_size=block_size, seed=made.seed, edges=edges, **signs)
+
+    def unproject(F: int, projection: int, block_size: int = 128) -> Tensor:
+        num_blocks = -(-made.num_nodes * projection // block_size)
+        packed = torch.ones((num_blocks, block_size // 4), dtype=torch.uint8, device=made.device)
+        low, size = made.vector(num_blocks), made.num_nodes * projection
+        signs = {"projection": projection, "projection_seed": made.seed, "projection_stream": 7}
+        return blocks_unpack(packed, low, low, bits=2, size=size, num_columns=F, **signs)
+
+    def edges(bits: int) -> Tensor:
+        return torch.arange(1 << bits, dtype=torch.float32, device=made.device)
+
+    return {
+        "blocks_pack/fp32/int2/G128": lambda: pack(128, seed=made.seed),
+        "blocks_pack/fp32/int2/G128/edges": lambda: pack(128, seed=made.seed, edges=edges(2)),
+        "blocks_pack/fp32/int4/G128/edges": lambda: pack(128, 4, seed=made.seed, edges=edges(4)),
+        "blocks_pack/fp32/int2/G1024/nearest": lambda: pack(1024),
+        "blocks_pack/fp32/int4/G64": lambda: pack(64, 4, seed=made.seed, metadata_dtype=torch.float16),
+        "blocks_pack/fp32/int8/G16": lambda: pack(16, 8, seed=made.seed),
+        "blocks_pack/bf16/int1/G256": lambda: pack(256, 1, bf16, seed=made.seed, metadata_dtype=bf16),
+        "blocks_pack/bf16/int2/G128": lambda: pack(128, 2, bf16, seed=made.seed, metadata_dtype=bf16),
+        "blocks_pack/fp32/int2/G32768/two_passes": lambda: pack(32768, seed=made.seed),
+        "blocks_pack/fp32/F128/int2/projection16/G128": lambda: project(128, 16),
+        "blocks_pack/fp32/F500/int2/projection64/G64/edges": lambda: project(500, 64, 64, edges=edges(2)),
+        "blocks_pack/bf16/F128/int2/projection16/G128": lambda: project(128, 16, dtype=bf16),
+        "blocks_pack/fp32/F256/int2/projection24/G128": lambda: project(256, 24),  # two kernels
+        "blocks_unpack/fp32/F128/int2/projection16/G128": lambda: unproject(128, 16),
+        "blocks_unpack/fp32/F500/int2/projection64/G64": lambda: unproject(500, 64, 64),
+        "blocks_unpack/fp32/int2/G128": lambda: unpack(128),
+        "blocks_unpack/fp32/int2/G128/edges": lambda: unpack(128, edges=edges(2)),
+        "blocks_unpack/fp32/int8/G128": lambda: unpack(128, 8),
+        "blocks_unpack/bf16/int1/G128": lambda: unpack(128, 1, bf16),
+    }
+
+
 def make_cases(device: torch.device, num_nodes: int) -> dict[str, Callable[[], Any]]:
     """Calls of the launchers, by name."""
     made = _Inputs(device, num_nodes)
-
-    def int8_sddmm(x: Tensor) -> Tensor:
-        return sddmm(*made.graph(), x, x, target_scale=made.scale, source_scale=made.scale)
-
     return {
         **_quantize_cases(made),
         **_matmul_cases(made),
         **_spmm_cases(made),
-        "sddmm/int8/F128": lambda: int8_sddmm(made.codes(128)),
-        "sddmm/int8/F602": lambda: int8_sddmm(made.codes(602)),
-        "sddmm/fp32/F128": lambda: sddmm(*made.graph(), made.rows(128), made.rows(128)),
+        **_softmax_cases(made),
+        **_sddmm_cases(made),
+        **attention_cases(AttentionInputs(made.graph(), num_nodes, device)),
+        **_blocks_cases(made),
     }
 
 
 # What most models spend their time in, every kernel among it; the variants are compiled for fewer architectures.
 MAIN = {
+    "blocks_pack/fp32/int2/G128",
+    "blocks_unpack/fp32/int2/G128",
+    "blocks_pack/fp32/F128/int2/projection16/G128",
+    "blocks_unpack/fp32/F128/int2/projection16/G128",
     "quantize/fp32/F128",
     "quantize_grad/fp32/F128",
     "masked_grad/fp32/F128",
@@ -186,55 +286,8 @@ MAIN = {
     "spmm/fp32/F128",
     "spmm_extremum/fp32/F128",
     "sddmm/int8/F128",
-}
-
-
-class Work(NamedTuple):
-    """What instructions of a kernel are divided by.
-
-    Args:
-        unit: What an element is.
-        elements: How many of them a program deals with, from the arguments of a launch; in one trip of its longest
-            innermost loop if ``in_loop`` and there is one.
-        in_loop: Whether the loop's instructions count, and not all.
-        trips: Of all instructions, how often the loop's are executed; once if it is not given.
-    """
-
-    unit: str
-    elements: Callable[[dict[str, Any]], int]
-    in_loop: bool = True
-    trips: Callable[[dict[str, Any]], int] | None = None
-
-
-def _tile(*sizes: str) -> Callable[[dict[str, Any]], int]:
-    return lambda launch: functools.reduce(lambda product, name: product * launch[name], sizes, 1)
-
-
-def _values_and_outputs(launch: dict[str, Any]) -> int:
-    """Of whole rows of the input and of the output."""
-    return launch["BLOCK_N"] * (launch["BLOCK_K"] + _output_tiles(launch) * launch["BLOCK_M"])
-
-
-def _output_tiles(launch: dict[str, Any]) -> int:
-    return -(-launch["M"] // launch["BLOCK_M"])
-
-
-_GATHERED = Work("gathered value", _tile("ROWS", "BLOCK_E", "BLOCK_F"))
-
-WORK: dict[str, Work] = {
-    "_quantize_kernel": Work("value", _tile("BLOCK_N", "BLOCK_F")),
-    "_quantize_grad_kernel": Work("value", _tile("BLOCK_N", "BLOCK_F")),
-    "_masked_grad_kernel": Work("value", _tile("BLOCK_N", "BLOCK_F"), in_loop=False),
-    "_quantize_matmul_kernel": Work("value and output", _values_and_outputs, in_loop=False, trips=_output_tiles),
-    "_quantize_matmul_requantize_kernel": Work("value and output", _values_and_outputs, in_loop=False),
-    "_matmul_kernel": Work("output", _tile("BLOCK_N", "BLOCK_M"), in_loop=False),
-    "_matmul_requantize_kernel": Work("output", _tile("BLOCK_N", "BLOCK_M"), in_loop=False),
-    "_matmul_dw_kernel": Work("code", lambda launch: launch["BLOCK_N"] * (launch["BLOCK_M"] + launch["BLOCK_K"])),
-    "_add_partials_kernel": Work("partial result", _tile("BLOCK_S", "BLOCK")),
-    "_spmm_tile_kernel": Work("gathered value", lambda launch: 2 * launch["BLOCK_E"] * launch["BLOCK_W"]),
-    "_spmm_rows_kernel": _GATHERED,
-    "_spmm_hubs_kernel": Work("partial sum", _tile("BLOCK_S", "BLOCK_F")),
-    "_spmm_extremum_kernel": _GATHERED,
-    "_spmm_extremum_hubs_kernel": Work("partial extremum", _tile("BLOCK_S", "BLOCK_F")),
-    "_sddmm_kernel": _GATHERED,
+    "sddmm_add/fp32/F128",
+    "attention_scores/fp32/H4",
+    "attention_scores_backward/fp32/H4",
+    *ATTENTION_MAIN,
 }

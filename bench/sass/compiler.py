@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, type_canonicalisation_dict
 
 from . import machine_code
-from .cases import WORK
+from .work import WORK
 
 WARP = 32
 
@@ -87,7 +87,7 @@ def compile_case(name: str, case: Callable[[], object], arch: int) -> Iterator[d
         registers, stack, code = _inspect(compiled.asm["cubin"])
         loop = code.hottest()
         if kernel.__name__ not in WORK:
-            raise KeyError(f"{kernel.__name__} has no line in WORK of bench/sass/cases.py: what is an element of it?")
+            raise KeyError(f"{kernel.__name__} has no line in WORK of bench/sass/work.py: what is an element of it?")
         work = WORK[kernel.__name__]
         elements, threads = work.elements(kwargs), WARP * kwargs["num_warps"]
         instructions = machine_code.count(code.instructions)

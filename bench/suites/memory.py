@@ -1,18 +1,20 @@
-"""What a training step takes of memory: each provider of ``train`` makes a few steps in a process of its own."""
+"""What a step takes of memory, of a GCN in training and of attention: each provider in a process of its own."""
 
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from ..harness import Case, Measured, Provider, UnavailableError
 from ..records import ROOT
+from . import attention, train
 from .inputs import Setting
-from .train import problem
 
 TIMEOUT_SECONDS = 300
 
@@ -20,12 +22,28 @@ TIMEOUT_SECONDS = 300
 QUICK_PROVIDERS = ("qgnn int8", "pyg coo fp32")
 
 
-def _measure(like: str, provider: str, setting: Setting) -> Measured:
+class Problem(Protocol):
+    """What a process can be asked to measure a provider of."""
+
+    name: str
+
+    def exact(self) -> Sequence[Tensor]: ...
+
+    def providers(self) -> Iterator[Provider]: ...
+
+
+PROBLEMS: dict[str, Callable[[Setting], Problem]] = {
+    "gcn": partial(train.problem, "arxiv"),
+    **{kind: partial(attention.problem, kind) for kind in ("gat", "gatv2", "transformer")},
+}
+
+
+def _measure(name: str, provider: str, setting: Setting) -> Measured:
     if not sys.platform.startswith("linux"):
         raise UnavailableError("only Linux tells a process its peak of memory")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "measured.pt"
-        options = [like, provider, str(setting.device), str(out), *(["--quick"] if setting.quick else [])]
+        options = [name, provider, str(setting.device), str(out), *(["--quick"] if setting.quick else [])]
         isolated = ["-P"] if sys.flags.safe_path else []
         command = [sys.executable, *isolated, "-m", "bench.child", *options]
         subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_SECONDS, check=True)
@@ -36,8 +54,8 @@ def _measure(like: str, provider: str, setting: Setting) -> Measured:
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    like = "arxiv"
-    gcn = problem(like, setting)
-    chosen = [p for p in gcn.providers() if not setting.quick or p.name in QUICK_PROVIDERS]
-    providers = [Provider(p.name, partial(_measure, like, p.name, setting), p.tolerance) for p in chosen]
-    yield Case(gcn.name, "step", gcn.exact, providers)
+    for name, make in list(PROBLEMS.items())[: 2 if setting.quick else None]:
+        problem = make(setting)
+        chosen = [p for p in problem.providers() if not setting.quick or p.name in QUICK_PROVIDERS]
+        providers = [Provider(p.name, partial(_measure, name, p.name, setting), p.tolerance) for p in chosen]
+        yield Case(problem.name, "step", problem.exact, providers)
