@@ -39,7 +39,7 @@ PAIRS = {
     "codes-in": (("onednn.qlinear int8", "torch fp32"), ("torch._int_mm int8", "torch fp32")),
 }
 APART = ("memory", "device")  # suites without a speed-up: one a process, and what the machine allows
-WHOLE = ("train", "layer")  # suites that README shows at once; the primitives fold
+WHOLE = ("train", "layer", "attention")  # suites that README shows at once; the primitives fold
 
 
 def latest(records: Sequence[Record]) -> list[list[Record]]:
