@@ -83,7 +83,7 @@ BUDGETS: dict[str, Budget] = {
     # Two exponentials a score, each with its scaling of denormals, a maximum and the distances to it (19.6 to 27.5); of
     # hubs the loop with most instructions is that of the results, with one (11.5 to 21.4: scores of one head are loaded
     # one by one). bf16 widens by a multiplication with 3.6.
-    r"_softmax_rows_kernel": Budget(31, 0.85, 0),
+    r"_softmax_rows_kernel": Budget(31, 1.1, 0),  # bf16 widens by a multiplication
     r"_softmax_hubs_kernel .*H1/": Budget(23.5, 0.6, 0),
     r"_softmax_hubs_kernel .*bf16": Budget(17.5, 1.1, 0),
     r"_softmax_hubs_kernel": Budget(17.5, 0.6, 0),
