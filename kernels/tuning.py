@@ -270,7 +270,7 @@ def softmax_hubs(heads: int) -> Config:
     """Edges and slots of a hub: tiles of [edges, heads], 8 elements a thread. As in spmm_hubs, the assembler left to
     itself aims at 32 registers, and keeps some on the stack with Triton 3.6."""
     block_h = _power_of_two(heads, 1, 16)
-    return {"BLOCK_S": 512 // block_h, "BLOCK_E": 1024 // block_h, "BLOCK_H": block_h, **_options(4), "maxnreg": 64}
+    return {"BLOCK_S": 512 // block_h, "BLOCK_E": 1024 // block_h, "BLOCK_H": block_h, **_options(4), "maxnreg": 80}
 
 
 def softmax_hubs_programs(num_hub_programs: int) -> tuple[int, int]:
