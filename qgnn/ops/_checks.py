@@ -26,7 +26,7 @@ INT8_OR_FULL = (0, *INT8_BITS)  # 0: rows keep their type
 GRANULARITIES = ("row", "tensor")
 POSITIVE = range(1, 2**31)
 
-MAX_EDGE_BITS = 4  # of codes in bins of given edges: finer bins gain nothing by them
+MAX_EDGE_BITS = 4  # of codes in bins of given edges: each value is compared with all of them
 MAX_TERMS = 1 << 17  # of an int32 sum of products of codes: 2^17 * 127^2 < 2^31
 
 _INDEX_TYPES = (torch.int32, torch.int64)
