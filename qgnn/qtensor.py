@@ -12,7 +12,8 @@ from torch import Tensor
 class QTensor:
     """A quantized tensor, ``x = codes * scale (+ zero)``.
 
-    A plain record of tensors, not a tensor subclass: it never enters a state dict and carries no gradient.
+    A plain record of tensors, not a tensor subclass: it never enters a state dict. Products and sums that take one in
+    place of a tensor hand its gradient, straight through the rounding, to :attr:`origin`.
 
     Args:
         codes: Integer codes, one a value.
@@ -21,6 +22,7 @@ class QTensor:
         zero: The value of code 0, shaped like ``scale``; ``None`` for symmetric formats.
         block_size: Columns of a block, for scales of blocks.
         dtype: The floating type that was quantized, and that :meth:`dequantize` returns.
+        origin: The tensor that was quantized, where it needs a gradient; ``None`` for constants.
     """
 
     codes: Tensor
@@ -28,6 +30,7 @@ class QTensor:
     zero: Tensor | None = None
     block_size: int | None = None
     dtype: torch.dtype = torch.float32
+    origin: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:

@@ -55,7 +55,7 @@ def arguments_of(name: str) -> dict[str, Any]:
     rows, kept = {"x": torch.randn(S, F), "x_scale": None}, {"x": codes(S, F), "x_scale": torch.rand(S)}
     needs_edges = {"needs_dattr": True, "needs_dweight": True}
     both = {"needs_dx": True, "needs_dweight": True}
-    epilogue = {"relu": True, "threshold": 9, "dropout_seed": torch.tensor([2]), "keep_mask": True}
+    epilogue = {"relu": True, "threshold": 9, "dropout_seed": torch.tensor([2]), "keep_mask": True, "x_float": None}
     behind = {"mask": torch.zeros(T, 1, dtype=torch.uint8), "threshold": 9, "needs_db": True}
     csr = {"indptr": GRAPH.csr.indptr.clone(), "index": GRAPH.csr.index.clone()}
     made: dict[str, Callable[[], dict[str, Any]]] = {
@@ -84,7 +84,7 @@ def arguments_of(name: str) -> dict[str, Any]:
         },
         "spmm_extremum": lambda: {
             **{**rows, "weight": torch.rand(E), **csr},
-            **{**rounding(), "largest": True, "keep_codes": True},
+            **{**rounding(), "largest": True, "keep_codes": True, "x_float": None},
         },
         "spmm_extremum_backward": lambda: {
             **{"grad": torch.randn(T, F), "arg": torch.randint(E, (T, F)).int(), **kept, "weight": torch.rand(E)},

@@ -10,7 +10,7 @@ from dense import assert_within
 from qgnn import Graph
 from statistics_checks import z_limit
 
-PLAIN = (False, 0, None, False)  # an operator's epilogue arguments without ReLU and dropout
+PLAIN = (False, 0, None, False, None)  # an operator's last arguments: no ReLU, no dropout, codes without origin
 
 BASIC = ("test_schema", "test_faketensor", "test_autograd_registration")
 

@@ -97,8 +97,9 @@ class Masks(TorchDispatchMode):
         self.kept: list[bool] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.arguments[-1].name == "keep_mask":
-            self.kept.append(args[-1])
+        names = [argument.name for argument in func._schema.arguments]
+        if "keep_mask" in names:
+            self.kept.append(args[names.index("keep_mask")])
         return func(*args, **(kwargs or {}))
 
 

@@ -81,16 +81,17 @@ def graph_between(graph: Any, num_sources: int, num_targets: int) -> Graph:
     return as_graph(graph, num_sources)  # under the key by which layers and other functions find it in the cache
 
 
-def codes_or_rows(owner: str, x: Tensor | QTensor) -> tuple[Tensor, Tensor | None]:
-    """``(x, None)``, or codes and scale ``[N]`` or ``[1]`` of an input that is quantized already."""
+def codes_or_rows(owner: str, x: Tensor | QTensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """``(x, None, None)``, or codes and scale ``[N]`` or ``[1]`` of an input that is quantized already, and the tensor
+    that its gradient goes to."""
     if isinstance(x, Tensor):
-        return x, None
+        return x, None, None
     if x.zero is not None or x.codes.dtype != torch.int8:
         raise ValueError(f"'{owner}' expects symmetric int8 codes (got {x!r}); quantize with 'qgnn.QConfig()'")
     per_row, per_tensor = (*x.shape[:-1], 1), (1,) * len(x.shape)
     if x.block_size is not None or tuple(x.scale.shape) not in (per_row, per_tensor):
         raise ValueError(f"'{owner}' expects one scale a row or one a tensor (got scales {list(x.scale.shape)})")
-    return x.codes, x.scale.reshape(-1)
+    return x.codes, x.scale.reshape(-1), x.origin
 
 
 def check_float(owner: str, name: str, x: Any) -> None:

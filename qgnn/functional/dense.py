@@ -24,7 +24,13 @@ from qgnn.qtensor import QTensor
 from qgnn.rng import random_bits16, stream_key
 
 
-def quantize(x: Tensor, fmt_or_config: QConfig | Int | None = None, *, seed: int | Tensor | None = None) -> QTensor:
+def quantize(
+    x: Tensor,
+    fmt_or_config: QConfig | Int | None = None,
+    *,
+    seed: int | Tensor | None = None,
+    straight_through: bool = False,
+) -> QTensor:
     """Quantize a tensor to integer codes.
 
     A :class:`qgnn.QConfig` uses the fused kernels, with its granularity and rounding; a format of :mod:`qgnn.formats`
@@ -35,6 +41,8 @@ def quantize(x: Tensor, fmt_or_config: QConfig | Int | None = None, *, seed: int
         x: Values.
         fmt_or_config: ``None`` means ``QConfig()``: int8, a scale a row, stochastic rounding.
         seed: Seed of stochastic rounding.
+        straight_through: Whether the products and sums that take the result give ``x`` a gradient, as if it were not
+            rounded: so a tensor that several of them share is quantized once. Otherwise ``x`` is a constant.
 
     Shapes:
         - **input:** ``[..., F]``
@@ -49,8 +57,12 @@ def quantize(x: Tensor, fmt_or_config: QConfig | Int | None = None, *, seed: int
         >>> (q.dequantize() - x).abs().max() <= q.scale.max()
     """
     check_float("quantize", "x", x)
-    if isinstance(fmt_or_config, Int):
+    if isinstance(fmt_or_config, Int) and not straight_through:
         return fmt_or_config.encode(x, seed=seed)
+    if isinstance(fmt_or_config, Int):
+        raise ValueError(
+            f"'quantize' passes gradients on with a config (got {fmt_or_config!r}); use 'qgnn.QConfig(fmt=...)'"
+        )
     config = QConfig() if fmt_or_config is None else fmt_or_config
     check_config(config, "quantize")
     if x.dim() == 0:
@@ -64,6 +76,7 @@ def quantize(x: Tensor, fmt_or_config: QConfig | Int | None = None, *, seed: int
         scale=scale.view(*leading, scale.shape[-1] if per_block else 1),
         block_size=config.block_size if per_block else None,
         dtype=x.dtype,
+        origin=x if straight_through and x.requires_grad and torch.is_grad_enabled() else None,
     )
 
 
@@ -116,13 +129,14 @@ def linear(
     check_product_config(config, "linear")
     check_product("linear", x, weight, bias)
     if config is None:
-        value = x.dequantize().to(weight.dtype) if isinstance(x, QTensor) else x
+        value = _values(x, weight.dtype) if isinstance(x, QTensor) else x
         y = torch.nn.functional.linear(value, weight, bias)
         if not torch.compiler.is_compiling() and trace.recording():
             trace.report("matmul.forward", str(y.dtype).removeprefix("torch."), "torch", (value, weight, bias, y))
         return _apply(y, epilogue_of("linear", activation, dropout, seed, y))
-    codes_or_x, scale = codes_or_rows("linear", x)
+    codes_or_x, scale, origin = codes_or_rows("linear", x)
     rows = codes_or_x.reshape(prod(codes_or_x.shape[:-1]), codes_or_x.shape[-1])
+    x_float = None if origin is None else origin.reshape(rows.shape)
     y, *_ = ops.matmul(
         rows,
         scale,
@@ -132,9 +146,16 @@ def linear(
         config.bits,
         config.granularity,
         keeps_codes(config, weight),
-        *epilogue_of("linear", activation, dropout, seed, rows, weight, bias),
+        *epilogue_of("linear", activation, dropout, seed, rows, weight, bias, x_float),
+        x_float,
     )
     return y.view(*codes_or_x.shape[:-1], weight.shape[0])
+
+
+def _values(x: QTensor, dtype: torch.dtype) -> Tensor:
+    """What the codes stand for, with the gradient of what they were made of."""
+    value = x.dequantize().to(dtype)
+    return value if x.origin is None else x.origin.to(dtype) + (value - x.origin.to(dtype)).detach()
 
 
 def _apply(y: Tensor, epilogue: Epilogue) -> Tensor:

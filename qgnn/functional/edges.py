@@ -188,7 +188,9 @@ def _check_rows(x_source: Tensor | QTensor, x_target: Tensor | QTensor) -> None:
 
 def _flat(x: Tensor | QTensor) -> tuple[Tensor, Tensor | None]:
     """Rows or codes [N, F] without a dimension of heads, and scales [1], [N] or [N, H]."""
-    rows, scale = codes_or_rows("sddmm", x)
+    rows, scale, origin = codes_or_rows("sddmm", x)
+    if origin is not None:
+        raise ValueError("'sddmm' has no gradient for codes (got some with an origin); give it their 'origin' itself")
     if rows.dim() == 2:
         return rows, scale
     num_rows, heads, width = rows.shape

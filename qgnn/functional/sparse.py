@@ -53,7 +53,7 @@ def spmm(
     Args:
         graph: Edges; an ``edge_index`` is sorted once and remembered.
         x: One row a source node. A :class:`qgnn.QTensor` of row or tensor granularity is used as it is, with or without
-            ``config``, and gets no gradient: so constant features are quantized once.
+            ``config``: so constant features, or rows that several products share, are quantized once.
         edge_weight: One weight an edge, in the order of the given edges; for a sum or mean also one an edge and head,
             the ``F / H`` columns of a head each with their own.
         reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
@@ -150,7 +150,7 @@ def graph_linear(
     if config is None:
         y = linear(x, weight)
         return _aggregate("graph_linear", graph, y, edge_weight, reduce, bias, (activation, dropout), None, seed)
-    codes_or_x, scale = codes_or_rows("graph_linear", x)
+    codes_or_x, scale, x_float = codes_or_rows("graph_linear", x)
     csr_weight, csc_weight = _edge_weights("graph_linear", graph, edge_weight, weight.dtype, heads_of=weight.shape[0])
     learns_weight = csr_weight is not None and csr_weight.requires_grad and torch.is_grad_enabled()
     out, *_ = ops.graph_linear(
@@ -161,13 +161,14 @@ def graph_linear(
         csr_weight,
         csc_weight,
         _row_factor("graph_linear", graph, reduce, codes_or_x.dtype),
-        *structure(graph, codes_or_x, weight, csr_weight, bias),
+        *structure(graph, codes_or_x, x_float, weight, csr_weight, bias),
         draw_seed(config, seed, codes_or_x),
         config.bits,
         config.granularity,
         keeps_codes(config, weight),
         learns_weight,
-        *epilogue_of("graph_linear", activation, dropout, seed, codes_or_x, weight, bias, csr_weight),
+        *epilogue_of("graph_linear", activation, dropout, seed, codes_or_x, x_float, weight, bias, csr_weight),
+        x_float,
     )
     return out
 
@@ -240,7 +241,7 @@ def _aggregate(
     seed: int | Tensor | None,
     reduces: tuple[str, ...] = _SUMS,
 ) -> Tensor:
-    rows, scale = codes_or_rows(owner, x)
+    rows, scale, x_float = codes_or_rows(owner, x)
     csr_weight, csc_weight = _edge_weights(owner, graph, edge_weight, x.dtype, heads_of=x.shape[1])
     out, *_ = ops.spmm(
         rows,
@@ -249,10 +250,11 @@ def _aggregate(
         csc_weight,
         _row_factor(owner, graph, reduce, rows.dtype, reduces),
         bias,
-        *structure(graph, rows, csr_weight, bias),
+        *structure(graph, rows, x_float, csr_weight, bias),
         *_rounding(config, seed, rows),
         _keeps_rows(config, csr_weight),
-        *epilogue_of(owner, *epilogue, seed, rows, csr_weight, bias),
+        *epilogue_of(owner, *epilogue, seed, rows, x_float, csr_weight, bias),
+        x_float,
     )
     return out.to(x.dtype)
 
@@ -265,7 +267,7 @@ def _extremum(
     config: QConfig | None,
     seed: int | Tensor | None,
 ) -> Tensor:
-    rows, scale = codes_or_rows("spmm", x)
+    rows, scale, x_float = codes_or_rows("spmm", x)
     csr_weight, _ = _edge_weights("spmm", graph, edge_weight, x.dtype)
     out, *_ = ops.spmm_extremum(
         rows,
@@ -276,6 +278,7 @@ def _extremum(
         *_rounding(config, seed, rows),
         largest,
         _keeps_rows(config, csr_weight),
+        x_float,
     )
     return out.to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""What all layers share."""
+"""What all layers share: operands quantized once, graphs of edges, and what says that PyG's own path has to run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ from torch.nn.parameter import UninitializedParameter
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
+from qgnn import functional
 from qgnn.config import QConfig
+from qgnn.graph import Graph, as_graph, identity, to_edges
+from qgnn.nn.epilogue import Epilogue
 from qgnn.qtensor import QTensor
+from qgnn.weak_cache import cached
 
 _MESSAGE_HOOKS = [
     f"_{stage}_forward_{kind}"
     for stage in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
     for kind in ("pre_hooks", "hooks")
 ]
+# PyG generates propagate and edge_updater itself.
+_MESSAGE_METHODS = ("message", "aggregate", "message_and_aggregate", "update", "edge_update")
 
 
 @lru_cache(maxsize=64)
@@ -27,20 +33,106 @@ def _nearest(config: QConfig) -> QConfig:
     return replace(config, fmt=None, rounding="nearest")
 
 
-def active_config(module: nn.Module, config: QConfig | None) -> QConfig | None:
-    """The config of this call: a layer in eval mode rounds to nearest."""
-    if config is None or module.training or not config.stochastic:
+def active_config(training: bool, config: QConfig | None) -> QConfig | None:
+    """The config of a call: a layer in eval mode rounds to nearest."""
+    if config is None or training or not config.stochastic:
         return config
     return replace(config, fmt=None, rounding="nearest") if torch.compiler.is_compiling() else _nearest(config)
 
 
-def initialize_lazy(linear: Linear, x: Tensor | QTensor) -> None:
+def operand(x: Tensor | QTensor, config: QConfig | None, *, shared: bool = False) -> Tensor | QTensor:
+    """``x`` as a layer's products take it: as codes, if that saves rounding it again.
+
+    Input features that need no gradient are constants: they are rounded to nearest, once for as long as the tensor
+    lives unchanged, however many layers and steps use them. So are the rows of a pass without gradients in eval mode.
+
+    Args:
+        x: Rows, or codes, which are used as they are.
+        config: The layer's active config.
+        shared: Whether several products and sums of the layer take ``x``: then it is rounded for all of them here.
+    """
+    if config is None or isinstance(x, QTensor):
+        return x
+    constant = not x.requires_grad and (torch.is_grad_enabled() or not config.stochastic)
+    if constant and config.save == "int8":
+        key = ("codes", config.bits, config.granularity)
+        return cached((x,), key, lambda: functional.quantize(x, active_config(False, config)))
+    if shared and (config.save == "int8" or not torch.is_grad_enabled()):
+        return functional.quantize(x, config, straight_through=True)
+    return x
+
+
+def activate(
+    x: Tensor,
+    epilogue: Epilogue | None,
+    training: bool,
+    config: QConfig | None,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """``x`` plus a bias and other rows, behind an epilogue."""
+    x = x if residual is None else x + residual
+    x = x if bias is None else x + bias
+    if epilogue is None:
+        return x
+    if epilogue.activation == "relu":
+        x = x.relu()
+    elif epilogue.activation == "leaky_relu":
+        x = nn.functional.leaky_relu(x, epilogue.negative_slope)
+    elif epilogue.activation == "elu":
+        x = nn.functional.elu(x, epilogue.alpha)
+    return nn.functional.dropout(x, epilogue.dropout, training) if epilogue.dropout else x
+
+
+def graph_for(conv: MessagePassing, edges: Any, num_sources: int, num_targets: int | None = None) -> Graph:
+    """The sorted graph that ``conv`` aggregates over, made once for as long as ``edges`` live unchanged.
+
+    Args:
+        conv: Says in which direction messages flow.
+        edges: Whatever PyG takes as edges, or a Graph.
+        num_sources: Number of nodes that messages come from.
+        num_targets: Number of nodes that they go to, where these are others.
+    """
+    num_nodes = num_sources if num_targets is None or num_targets == num_sources else (num_sources, num_targets)
+    if torch.compiler.is_compiling() and num_targets is not None:
+        num_nodes = (num_sources, num_targets)
+    if conv.flow == "source_to_target":
+        return as_graph(edges, num_nodes)
+
+    def reverse() -> Graph:
+        edge_index, weight = to_edges(edges)
+        return Graph.from_edge_index(edge_index.flip(0), num_nodes, weight)
+
+    return cached(identity(edges, weights=True), ("reversed graph", num_nodes), reverse)
+
+
+def aggregate(
+    graph: Graph,
+    x: Tensor | QTensor,
+    edge_weight: Tensor | None = None,
+    reduce: str = "sum",
+    *,
+    config: QConfig | None = None,
+    **epilogue: Any,
+) -> Tensor:
+    """:func:`functional.spmm`, also of several sets of rows on one graph, ``[B, N, F]``, as PyG takes them."""
+    if len(x.shape) == 2:
+        return functional.spmm(graph, x, edge_weight, reduce, config=config, **epilogue)
+    rows = x.dequantize() if isinstance(x, QTensor) else x
+    batch, num_nodes, width = rows.shape
+    wide = rows.transpose(0, 1).reshape(num_nodes, batch * width)
+    out = functional.spmm(graph, wide, edge_weight, reduce, config=config, **epilogue)
+    return out.view(-1, batch, width).transpose(0, 1)
+
+
+def initialize_lazy(linear: nn.Module, x: Tensor | QTensor) -> None:
     """Give a weight of unknown input width its shape, as the linear module's own forward would."""
-    if isinstance(linear.weight, UninitializedParameter):
+    if isinstance(linear, Linear) and isinstance(linear.weight, UninitializedParameter):
         linear.initialize_parameters(None, (x.codes if isinstance(x, QTensor) else x,))
 
 
-def restore_propagate(conv: MessagePassing) -> None:
+def restore_propagate(conv: Any) -> None:
     """Give explainers the ``propagate`` that they need.
 
     PyG replaces a class's ``propagate`` by a generated one and remembers the class's own for explainers. Once the
@@ -52,20 +144,17 @@ def restore_propagate(conv: MessagePassing) -> None:
         cls._orig_propagate = MessagePassing.propagate
 
 
-_MESSAGE_METHODS = ("message", "aggregate", "message_and_aggregate", "update")  # PyG generates propagate itself
-
-
-def needs_message_path(conv: MessagePassing, base: type[MessagePassing], *linears: nn.Module) -> bool:
-    """Whether a fused path would skip code that somebody attached: explainers, message hooks, hooks on a submodule."""
+def has_custom_messages(conv: MessagePassing, base: type[nn.Module]) -> bool:
+    """Whether code is attached to the messages of ``conv``: an explainer, hooks, or a method that is not ``base``'s."""
     if conv.explain or conv.decomposed_layers > 1 or any(getattr(conv, name, None) for name in _MESSAGE_HOOKS):
         return True
-    if any(getattr(type(conv), name) is not getattr(base, name) for name in _MESSAGE_METHODS):
+    return any(getattr(type(conv), name, None) is not getattr(base, name, None) for name in _MESSAGE_METHODS)
+
+
+def is_custom(linear: Any) -> bool:
+    """Whether a dense layer is another than PyG's plain one, or has hooks besides PyG's own for lazy weights."""
+    if type(linear) is not Linear:
         return True
-    return any(type(linear) is not Linear or has_hooks(linear) for linear in linears)
-
-
-def has_hooks(linear: Any) -> bool:
-    """Whether hooks are registered on a module, other than PyG's own that initializes a lazy weight."""
     lazy = getattr(linear, "_hook", None)
     own = {lazy.id} if lazy is not None else set()
     hooks = (linear._forward_hooks, linear._backward_hooks, linear._backward_pre_hooks)

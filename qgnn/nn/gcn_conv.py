@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch_geometric.nn.conv import GCNConv
 
-from qgnn import functional, trace
-from qgnn.config import QConfig, check_product_config
-from qgnn.graph import Graph, as_graph, check_edge_weight, identity, one_weight, to_edges
-from qgnn.nn._common import active_config, initialize_lazy, needs_message_path, restore_propagate
-from qgnn.nn.gcn_norm import GCNStructure
+from qgnn import functional
+from qgnn.config import QConfig
+from qgnn.nn._common import aggregate, initialize_lazy, operand
+from qgnn.nn._layer import QuantizedConv
+from qgnn.nn.epilogue import Epilogue
+from qgnn.nn.gcn_norm import normalized_graph
 from qgnn.qtensor import QTensor
-from qgnn.weak_cache import cached
 
 _REDUCE = {"add": "sum", "sum": "sum", "mean": "mean"}
 
 
-class QGCNConv(GCNConv):
+class QGCNConv(QuantizedConv, GCNConv):
     r"""The graph convolution of `"Semi-supervised Classification with Graph Convolutional Networks"
     <https://arxiv.org/abs/1609.02907>`_ on integer operands:
 
@@ -45,13 +44,14 @@ class QGCNConv(GCNConv):
         normalize: Whether to normalize edge weights.
         bias: Whether to learn an additive bias.
         config: How to quantize; ``None`` is full precision through the same kernels.
+        epilogue: What to apply to the result, in the aggregation's own pass where it can.
         **kwargs: Further arguments of :class:`torch_geometric.nn.MessagePassing`; ``aggr`` may be ``"add"`` or
             ``"mean"``.
 
     Shapes:
-        - **input:** node features ``[N, F_in]`` (a tensor or a :class:`qgnn.QTensor`), edges ``[2, E]``, a sparse
-          matrix or a :class:`qgnn.Graph`, edge weights ``[E]`` *(optional)*
-        - **output:** node features ``[N, F_out]``
+        - **input:** node features ``[N, F_in]`` or ``[B, N, F_in]`` (a tensor or a :class:`qgnn.QTensor`), edges ``[2, E]``,
+          a sparse matrix or a :class:`qgnn.Graph`, edge weights ``[E]`` *(optional)*
+        - **output:** node features ``[N, F_out]`` or ``[B, N, F_out]``, of ``x``'s type
 
     Raises:
         TypeError: If ``config`` is no :class:`qgnn.QConfig`, or ``x`` is not a dense floating-point tensor.
@@ -73,73 +73,57 @@ class QGCNConv(GCNConv):
         bias: bool = True,
         *,
         config: QConfig | None = QConfig(),
+        epilogue: Epilogue | None = None,
         **kwargs: Any,
     ) -> None:
-        check_product_config(config, type(self).__name__)
         super().__init__(in_channels, out_channels, improved, cached, add_self_loops, normalize, bias, **kwargs)
-        restore_propagate(self)
-        self.config = config
-        self._is_fused_aggr = isinstance(self.aggr, str) and self.aggr in _REDUCE
-        if config is not None and not self._is_fused_aggr:
+        self.configure(config, epilogue)
+
+    def configure(self, config: QConfig | None, epilogue: Epilogue | None = None) -> None:
+        """Set what is quantized, and what is applied to the result."""
+        super().configure(config, epilogue)
+        if config is not None and not self._is_sum:
             raise ValueError(
-                f"'{type(self).__name__}' expects 'aggr' to be one of {tuple(_REDUCE)} (got {kwargs['aggr']!r}); "
-                f"other aggregations run in full precision with config=None"
+                f"'{type(self).__name__}' expects 'aggr' to be one of {tuple(_REDUCE)} (got {self.aggr!r}); other "
+                f"aggregations run in full precision with config=None"
             )
+
+    @property
+    def _is_sum(self) -> bool:
+        return isinstance(self.aggr, str) and self.aggr in _REDUCE
 
     def forward(self, x: Tensor | QTensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Convolve ``x`` over the graph."""
-        if not self._is_fused_aggr or needs_message_path(self, GCNConv, self.lin):
-            return self._forward_messages(x, edge_index, edge_weight)
+        if not self._is_sum or self.needs_messages(self.lin):
+            return self.messages(x, edge_index, edge_weight)
         name = type(self).__name__
         if isinstance(x, (tuple, list)):
             raise ValueError(f"'{name}' expects one tensor of node features (got {len(x)}); it is no bipartite layer")
-        if len(x.shape) != 2 and self.config is None:
-            return self._forward_messages(x, edge_index, edge_weight)  # PyG takes batches of features on one graph
-        if len(x.shape) != 2:
-            raise ValueError(f"'{name}' expects 'x' with two dimensions [N, F] (got {list(x.shape)})")
+        if len(x.shape) not in (2, 3):
+            raise ValueError(f"'{name}' expects 'x' of shape [N, F] or [B, N, F] (got {list(x.shape)})")
         initialize_lazy(self.lin, x)
-        graph = self._prepare(x.shape[0], edge_index, edge_weight, x.dtype)
-        config = active_config(self, self.config)
-        return functional.graph_linear(graph, x, self.lin.weight, self.bias, reduce=_REDUCE[self.aggr], config=config)
+        graph = normalized_graph(
+            edge_index,
+            x.shape[-2],
+            edge_weight,
+            x.dtype,
+            improved=self.improved,
+            add_self_loops=self.add_self_loops,
+            normalize=self.normalize,
+            flow=self.flow,
+            mean=self.aggr == "mean",
+        )
+        config, reduce = self.active, _REDUCE[self.aggr]
+        x = operand(x, config)
+        if len(x.shape) == 3:
+            rows = functional.linear(x, self.lin.weight, config=config)
+            return self.finish(aggregate(graph, rows, reduce=reduce, config=config), self.bias)
+        options = {"reduce": reduce, "config": config, **self.in_kernel()}
+        return self.behind_kernel(functional.graph_linear(graph, x, self.lin.weight, self.bias, **options))
 
-    def _forward_messages(self, x: Any, edge_index: Any, edge_weight: Tensor | None) -> Tensor:
+    def messages(self, *args: Any, **kwargs: Any) -> Any:
         """PyG's own path, in full precision."""
-        if isinstance(edge_index, Graph):
-            raise ValueError(
-                f"'{type(self).__name__}' expects 'edge_index' as a tensor while an explainer, hooks or a custom "
-                f"aggregation are attached (got a Graph)"
-            )
-        x = x.dequantize() if isinstance(x, QTensor) else x
         try:
-            out = super().forward(x, edge_index, edge_weight)
+            return super().messages(*args, **kwargs)
         finally:
             self._cached_edge_index = self._cached_adj_t = None  # PyG would serve them for any graph
-        if trace.recording():
-            trace.report("messages.forward", str(out.dtype).removeprefix("torch."), "pyg", (x, out))
-        return out
-
-    def _prepare(self, num_nodes: int, adjacency: Any, edge_weight: Tensor | None, dtype: torch.dtype) -> Graph:
-        """The graph to aggregate over, with its final weights."""
-        dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        key = (num_nodes, self.add_self_loops, self.flow)
-        if isinstance(adjacency, Graph):
-            if edge_weight is None and not self.normalize and self.flow == "source_to_target":
-                return as_graph(adjacency, num_nodes)
-            if edge_weight is not None and adjacency.weight is None:
-                edge_weight = adjacency.to_csr_order(check_edge_weight(edge_weight, adjacency.num_edges))
-
-        def structure() -> GCNStructure:
-            # A mean counts edges, so there the replaced self-loops really have to go.
-            fixed_shape = torch.compiler.is_compiling() and self.aggr != "mean"
-            return GCNStructure(adjacency, num_nodes, self.add_self_loops, self.flow, fixed_shape)
-
-        def weighted() -> Graph:
-            edges = cached(identity(adjacency, weights=False), ("gcn structure", *key), structure)
-            weight = one_weight(edge_weight, to_edges(adjacency)[1])
-            return edges.weighted(weight, dtype, self.improved, self.normalize)
-
-        tensors = identity(adjacency, weights=True) + (() if edge_weight is None else (edge_weight,))
-        return cached(tensors, ("gcn", dtype, self.improved, self.normalize, *key), weighted)
-
-    def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, config={self.config})"

@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qgnn.graph import Graph, check_edge_index, check_edge_weight, check_num_nodes, kind_of, to_edges
+from qgnn.graph import (
+    Graph,
+    as_graph,
+    check_edge_index,
+    check_edge_weight,
+    check_num_nodes,
+    identity,
+    kind_of,
+    one_weight,
+    to_edges,
+)
+from qgnn.weak_cache import cached
 
 # What becomes of self-loops that a graph has already, by the kind of its edges, as in PyG: the weight of (the last copy
 # of) each moves into the new self-loop, or is added to it, or is dropped.
@@ -33,6 +44,53 @@ def gcn_norm(graph: Graph, weight: Tensor) -> Tensor:
     isolated = degree == 0
     factor = degree.masked_fill(isolated, 1.0).pow(-0.5).masked_fill(isolated, 0.0)
     return factor.index_select(0, graph.csr.index) * weight * factor.index_select(0, graph.target)
+
+
+def normalized_graph(
+    adjacency: Any,
+    num_nodes: int,
+    edge_weight: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    improved: bool = False,
+    add_self_loops: bool = True,
+    normalize: bool = True,
+    flow: str = "source_to_target",
+    mean: bool = False,
+) -> Graph:
+    """The graph that a GCN layer aggregates over, with its final weights; remembered while its tensors live unchanged.
+
+    Args:
+        adjacency: Edges in any accepted form.
+        num_nodes: Number of nodes ``N``.
+        edge_weight: Weights of the given edges.
+        dtype: Type of the rows; weights are fp32, or float64 for float64 rows.
+        improved: Whether self-loops weigh 2; as in PyG, on graphs with edge weights only.
+        add_self_loops: Whether to add self-loops.
+        normalize: Whether to normalize.
+        flow: PyG's direction of messages.
+        mean: Whether the layer takes a mean, which counts edges.
+    """
+    dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    key = (num_nodes, add_self_loops, flow)
+    if isinstance(adjacency, Graph):
+        if edge_weight is None and not normalize and not add_self_loops and flow == "source_to_target":
+            return as_graph(adjacency, num_nodes)
+        if edge_weight is not None and adjacency.weight is None:
+            edge_weight = adjacency.to_csr_order(check_edge_weight(edge_weight, adjacency.num_edges))
+
+    def structure() -> GCNStructure:
+        # A mean counts edges, so there the replaced self-loops really have to go.
+        fixed_shape = torch.compiler.is_compiling() and not mean
+        return GCNStructure(adjacency, num_nodes, add_self_loops, flow, fixed_shape)
+
+    def weighted() -> Graph:
+        edges = cached(identity(adjacency, weights=False), ("gcn structure", *key), structure)
+        weight = one_weight(edge_weight, to_edges(adjacency)[1])
+        return edges.weighted(weight, dtype, improved, normalize)
+
+    tensors = identity(adjacency, weights=True) + (() if edge_weight is None else (edge_weight,))
+    return cached(tensors, ("gcn", dtype, improved, normalize, *key), weighted)
 
 
 class GCNStructure:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch_geometric.nn.dense.linear import Linear
 
 from qgnn import functional
-from qgnn.config import QConfig, check_product_config
-from qgnn.nn._common import active_config
+from qgnn.config import QConfig
+from qgnn.nn._common import operand
+from qgnn.nn._layer import Quantized
+from qgnn.nn.epilogue import Epilogue
 from qgnn.qtensor import QTensor
 
 
-class QLinear(Linear):
+class QLinear(Quantized, Linear):
     r"""The dense layer :math:`y = x W^{\top} + b` with quantized operands, forward and backward.
 
     A :class:`torch_geometric.nn.Linear` with the same parameters and state dict: weights stay fp32 and are quantized
@@ -23,6 +27,7 @@ class QLinear(Linear):
         out_channels: Size of each output row.
         bias: Whether to learn an additive bias.
         config: How to quantize; ``None`` is full precision.
+        epilogue: What to apply to the result, in the product's own pass where it can.
         **kwargs: Further arguments of :class:`torch_geometric.nn.Linear`.
 
     Shapes:
@@ -38,15 +43,20 @@ class QLinear(Linear):
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, bias: bool = True, *, config: QConfig | None = QConfig(), **kwargs
+        self,
+        in_channels: int,
+        out_channels: int,
+        bias: bool = True,
+        *,
+        config: QConfig | None = QConfig(),
+        epilogue: Epilogue | None = None,
+        **kwargs: Any,
     ) -> None:
-        check_product_config(config, type(self).__name__)
         super().__init__(in_channels, out_channels, bias, **kwargs)
-        self.config = config
+        self.configure(config, epilogue)
 
     def forward(self, x: Tensor | QTensor) -> Tensor:
         """Multiply ``x`` with the weight."""
-        return functional.linear(x, self.weight, self.bias, config=active_config(self, self.config))
-
-    def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, config={self.config})"
+        config = self.active
+        out = functional.linear(operand(x, config), self.weight, self.bias, config=config, **self.in_kernel())
+        return self.behind_kernel(out)

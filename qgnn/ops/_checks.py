@@ -198,6 +198,8 @@ def _check_pairs(owner: str, arguments: Mapping[str, Any]) -> None:
                 f"'{owner}' expects '{name}_t' of the shape of '{name}', {list(weight.shape)} (got "
                 f"{list(weight_t.shape)})"
             )
+    if arguments.get("x_float") is not None and arguments["x_scale"] is None:
+        raise ValueError(f"'{owner}' expects 'x_float' beside codes only (got no 'x_scale'); give the rows as 'x'")
     if "edge_attr" in arguments and len({arguments[name] is None for name in _TOGETHER}) > 1:
         missing = next(name for name in _TOGETHER if arguments[name] is None)
         raise ValueError(f"'{owner}' expects 'edge_attr', 'edge_weight' and 'edge_order' together (got no '{missing}')")

@@ -25,12 +25,15 @@ from qgnn.ops._checks import CSC, CSR, GRANULARITIES, INT8_BITS, Signature
 from qgnn.ops.matmul import (
     fake_db,
     fake_kept,
+    float_dtype,
     input_grad,
+    needs_rows_grad,
     quantize_gradient,
     quantize_operand,
     quantize_weight,
     saved_input,
     weight_grad,
+    with_rows_grad,
 )
 from qgnn.ops.spmm import edge_weight_grad, fold_row_factor, transposed_weight
 
@@ -77,6 +80,7 @@ def _graph_linear(
     threshold: int,
     dropout_seed: Tensor | None,
     keep_mask: bool,
+    x_float: Tensor | None,
 ) -> tuple[Tensor, ...]:
     T, M = indptr.shape[0] - 1, weight.shape[0]
     activation = _activation.make_activation(x, T, M, relu, threshold, dropout_seed, keep_mask)
@@ -103,7 +107,7 @@ def _graph_linear(
         x_scale=h_scale,
         row_factor=row_factor,
         bias=bias,
-        out_dtype=x.dtype if x.is_floating_point() else weight.dtype,
+        out_dtype=float_dtype(x, x_float, weight.dtype),
         activation=activation,
     )
     kept_x = (x_q, x_scale) if made_codes else (None, None)
@@ -133,8 +137,9 @@ def _fake_graph_linear(
     threshold: int,
     dropout_seed: Tensor | None,
     keep_mask: bool,
+    x_float: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    out_dtype = x.dtype if x.is_floating_point() else weight.dtype
+    out_dtype = float_dtype(x, x_float, weight.dtype)
     out = x.new_empty((indptr.shape[0] - 1, weight.shape[0]), dtype=out_dtype)
     hidden = x.new_empty((x.shape[0], weight.shape[0]))
     mask = _activation.fake_mask(x, indptr.shape[0] - 1, weight.shape[0], relu, threshold, keep_mask)
@@ -147,12 +152,12 @@ graph_linear = define(
     _graph_linear,
     "(Tensor x, Tensor? x_scale, Tensor weight, Tensor? bias, Tensor? edge_weight, Tensor? edge_weight_t,"
     " Tensor? row_factor, Tensor indptr, Tensor index, Tensor indptr_t, Tensor index_t, Tensor order_t, Tensor? seed,"
-    f" int bits, str granularity, bool keep_codes, bool keep_hidden, {_activation.SCHEMA})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f" int bits, str granularity, bool keep_codes, bool keep_hidden, {_activation.SCHEMA},"
+    " Tensor? x_float) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_graph_linear,
     Signature(
         {
-            **{"x": "S K", **CSR, "x_scale": "S|1", "weight": "M K", "bias": "M"},
+            **{"x": "S K", **CSR, "x_scale": "S|1", "x_float": "S K", "weight": "M K", "bias": "M"},
             **{"edge_weight": "E|E H", "edge_weight_t": "E|E H", "row_factor": "T"},
         },
         choices={"bits": INT8_BITS, "granularity": GRANULARITIES, **_activation.CHOICES},
@@ -274,7 +279,7 @@ graph_linear_backward = define(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, weight, bias, edge_weight, edge_weight_t, row_factor, *rest = inputs
-    *graph, seed, bits, granularity, keep_codes, _, relu, threshold, _, keep_mask = rest
+    *graph, seed, bits, granularity, keep_codes, _, relu, threshold, _, keep_mask, _ = rest
     _, x_q, codes_scale, hidden, hidden_scale, mask = output
     _activation.check_mask_kept("graph_linear", relu, threshold, keep_mask)
     ctx.mark_non_differentiable(x_q, codes_scale, hidden, hidden_scale, mask)
@@ -292,13 +297,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * 21
-    needs_dx, _, needs_dw, needs_db, needs_dedge = ctx.needs_input_grad[:5]
-    needs = (needs_dx, needs_dw, needs_dedge, needs_db)
+        return (None,) * 22
+    _, _, needs_dw, needs_db, needs_dedge = ctx.needs_input_grad[:5]
+    needs = (needs_rows_grad(ctx), needs_dw, needs_dedge, needs_db)
     dx, dw, dedge, db = graph_linear_backward(grad, *ctx.saved_tensors, *ctx.options, *needs)
-    return (
-        dx if needs_dx else None,
-        None,
+    return with_rows_grad(
+        ctx,
+        dx,
         dw if needs_dw else None,
         db.to(ctx.bias_dtype) if needs_db else None,
         dedge if needs_dedge else None,

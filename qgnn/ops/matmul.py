@@ -29,6 +29,23 @@ from qgnn.ops._checks import GRANULARITIES, INT8_BITS, Signature
 from qgnn.reference._common import compute_dtype
 
 
+def float_dtype(x: Tensor, x_float: Tensor | None, otherwise: torch.dtype) -> torch.dtype:
+    """Type of the result for rows ``x``: theirs, or that of the rows that codes were made of, if it is known."""
+    rows = x if x_float is None else x_float
+    return rows.dtype if rows.is_floating_point() else otherwise
+
+
+def needs_rows_grad(ctx: Any) -> bool:
+    """Whether the rows of an operator whose arguments are ``(x, x_scale, ..., x_float)`` need a gradient."""
+    return ctx.needs_input_grad[0] or ctx.needs_input_grad[-1]
+
+
+def with_rows_grad(ctx: Any, dx: Tensor | None, *others: Any) -> tuple[Any, ...]:
+    """The gradients of such an operator: that of the rows goes to ``x_float`` where ``x`` are their codes."""
+    of_x, of_codes = ctx.needs_input_grad[0], ctx.needs_input_grad[-1]
+    return (dx if of_x else None, None, *others, dx if of_codes else None)
+
+
 def quantize_operand(
     backend: Backend, x: Tensor, seed: Tensor | None, bits: int, granularity: str, stream: int, pass_: str
 ) -> tuple[Tensor, Tensor]:
@@ -109,10 +126,11 @@ def _matmul(
     threshold: int,
     dropout_seed: Tensor | None,
     keep_mask: bool,
+    x_float: Tensor | None,
 ) -> tuple[Tensor, ...]:
     N, M = x.shape[0], weight.shape[0]
     activation = _activation.make_activation(x, N, M, relu, threshold, dropout_seed, keep_mask)
-    out_dtype = x.dtype if x.is_floating_point() else weight.dtype
+    out_dtype = float_dtype(x, x_float, weight.dtype)
     options: dict[str, Any] = {"bits": bits, "out_dtype": out_dtype, "activation": activation}
     w_q, w_scale = quantize_weight(backend, weight, seed, bits, STREAM_WEIGHT, "forward")
     made_codes = keep_codes and x_scale is None
@@ -149,8 +167,9 @@ def _fake_matmul(
     threshold: int,
     dropout_seed: Tensor | None,
     keep_mask: bool,
+    x_float: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    out_dtype = x.dtype if x.is_floating_point() else weight.dtype
+    out_dtype = float_dtype(x, x_float, weight.dtype)
     y = x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
     mask = _activation.fake_mask(x, x.shape[0], weight.shape[0], relu, threshold, keep_mask)
     return (y, *fake_kept(x, x_scale, granularity, keep_codes), mask)
@@ -160,10 +179,10 @@ matmul = define(
     "matmul",
     _matmul,
     "(Tensor x, Tensor? x_scale, Tensor weight, Tensor? bias, Tensor? seed, int bits, str granularity, bool keep_codes,"
-    f" {_activation.SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f" {_activation.SCHEMA}, Tensor? x_float) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_matmul,
     Signature(
-        {"x": "N K", "x_scale": "N|1", "weight": "M K", "bias": "M"},
+        {"x": "N K", "x_scale": "N|1", "x_float": "N K", "weight": "M K", "bias": "M"},
         choices={"bits": INT8_BITS, "granularity": GRANULARITIES, **_activation.CHOICES},
         int32_sums=("K",),
     ),
@@ -238,7 +257,7 @@ def saved_input(inputs: tuple[Any, ...], x_q: Tensor, codes_scale: Tensor, keep_
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, weight, bias, seed, bits, granularity, keep_codes, relu, threshold, _, keep_mask = inputs
+    _, _, weight, bias, seed, bits, granularity, keep_codes, relu, threshold, _, keep_mask, _ = inputs
     _, x_q, codes_scale, mask = output
     _activation.check_mask_kept("matmul", relu, threshold, keep_mask)
     ctx.mark_non_differentiable(x_q, codes_scale, mask)
@@ -252,12 +271,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * 12
-    needs_dx, _, needs_dw, needs_db = ctx.needs_input_grad[:4]
+        return (None,) * 13
+    _, _, needs_dw, needs_db = ctx.needs_input_grad[:4]
+    needs_dx = needs_rows_grad(ctx)
     dx, dw, db = matmul_backward(grad, *ctx.saved_tensors, *ctx.options, needs_dx, needs_dw, needs_db)
-    return (
-        dx if needs_dx else None,
-        None,
+    return with_rows_grad(
+        ctx,
+        dx,
         dw if needs_dw else None,
         db.to(ctx.bias_dtype) if needs_db else None,
         *(None,) * 8,

@@ -1,8 +1,8 @@
 """``qgnn::spmm``: the weighted neighbor sum over a graph, with the gradients of rows, edge weights and bias.
 
 With ``bits`` the rows are rounded to int8 before they are gathered, and so is the gradient, with *its* scale; with
-``bits=0`` rows and gradient keep their type. Rows that come as codes with ``x_scale`` are gathered as they are, and
-have no gradient. Constant edge weights need nothing of ``x`` in the backward pass, so
+``bits=0`` rows and gradient keep their type. Rows that come as codes with ``x_scale`` are gathered as they are; their
+gradient goes to ``x_float``, if that is given. Constant edge weights need nothing of ``x`` in the backward pass, so
 nothing is kept then.
 """
 
@@ -16,7 +16,16 @@ from torch import Tensor
 from qgnn.ops import _activation
 from qgnn.ops._backends import STREAM_INPUT, Backend, define, fresh
 from qgnn.ops._checks import CSC, CSR, GRANULARITIES, INT8_OR_FULL, Signature
-from qgnn.ops.matmul import fake_db, fake_kept, masked_gradient, quantize_gradient, quantize_operand
+from qgnn.ops.matmul import (
+    fake_db,
+    fake_kept,
+    float_dtype,
+    masked_gradient,
+    needs_rows_grad,
+    quantize_gradient,
+    quantize_operand,
+    with_rows_grad,
+)
 from qgnn.reference._common import compute_dtype
 
 
@@ -77,6 +86,7 @@ def _spmm(
     threshold: int,
     dropout_seed: Tensor | None,
     keep_mask: bool,
+    x_float: Tensor | None,
 ) -> tuple[Tensor, ...]:
     T, F = indptr.shape[0] - 1, x.shape[1]
     activation = _activation.make_activation(x, T, F, relu, threshold, dropout_seed, keep_mask)
@@ -94,7 +104,7 @@ def _spmm(
         x_scale=scale,
         row_factor=row_factor,
         bias=bias,
-        out_dtype=x.dtype if x.is_floating_point() else torch.float32,
+        out_dtype=float_dtype(x, x_float, torch.float32),
         activation=activation,
     )
     made_codes = bits > 0 and keep_codes and x_scale is None
@@ -122,9 +132,10 @@ def _fake_spmm(
     threshold: int,
     dropout_seed: Tensor | None,
     keep_mask: bool,
+    x_float: Tensor | None,
 ) -> tuple[Tensor, ...]:
     T, F = indptr.shape[0] - 1, x.shape[1]
-    out = x.new_empty((T, F), dtype=x.dtype if x.is_floating_point() else torch.float32)
+    out = x.new_empty((T, F), dtype=float_dtype(x, x_float, torch.float32))
     mask = _activation.fake_mask(x, T, F, relu, threshold, keep_mask)
     return (out, *fake_kept(x, x_scale, granularity, bits > 0 and keep_codes), mask)
 
@@ -134,11 +145,11 @@ spmm = define(
     _spmm,
     "(Tensor x, Tensor? x_scale, Tensor? weight, Tensor? weight_t, Tensor? row_factor, Tensor? bias, Tensor indptr,"
     " Tensor index, Tensor indptr_t, Tensor index_t, Tensor order_t, Tensor? seed, int bits, str granularity,"
-    f" bool keep_codes, {_activation.SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f" bool keep_codes, {_activation.SCHEMA}, Tensor? x_float) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_spmm,
     Signature(
         {
-            **{"x": "S F", **CSR, "x_scale": "S|1", "weight": "E|E H", "weight_t": "E|E H"},
+            **{"x": "S F", **CSR, "x_scale": "S|1", "x_float": "S F", "weight": "E|E H", "weight_t": "E|E H"},
             **{"row_factor": "T", "bias": "F"},
         },
         choices={"bits": INT8_OR_FULL, "granularity": GRANULARITIES, **_activation.CHOICES},
@@ -243,7 +254,7 @@ spmm_backward = define(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, x_scale, weight, weight_t, row_factor, bias, *rest = inputs
-    *graph, seed, bits, granularity, keep_codes, relu, threshold, _, keep_mask = rest
+    *graph, seed, bits, granularity, keep_codes, relu, threshold, _, keep_mask, _ = rest
     _, rows, scale, mask = output
     _activation.check_mask_kept("spmm", relu, threshold, keep_mask)
     ctx.mark_non_differentiable(rows, scale, mask)
@@ -259,12 +270,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * 19
-    needs_dx, _, needs_dweight, _, _, needs_db = ctx.needs_input_grad[:6]
+        return (None,) * 20
+    _, _, needs_dweight, _, _, needs_db = ctx.needs_input_grad[:6]
+    needs_dx = needs_rows_grad(ctx)
     dx, dweight, db = spmm_backward(grad, *ctx.saved_tensors, *ctx.options, needs_dx, needs_dweight, needs_db)
-    return (
-        dx if needs_dx else None,
-        None,
+    return with_rows_grad(
+        ctx,
+        dx,
         dweight if needs_dweight else None,
         *(None, None),
         db.to(ctx.bias_dtype) if needs_db else None,

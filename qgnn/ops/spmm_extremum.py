@@ -16,7 +16,7 @@ from torch import Tensor
 from qgnn import reference, trace
 from qgnn.ops._backends import STREAM_INPUT, Backend, define, fresh
 from qgnn.ops._checks import CSR, GRANULARITIES, INT8_OR_FULL, Signature
-from qgnn.ops.matmul import fake_kept, quantize_operand
+from qgnn.ops.matmul import fake_kept, float_dtype, needs_rows_grad, quantize_operand, with_rows_grad
 
 
 def _spmm_extremum(
@@ -31,6 +31,7 @@ def _spmm_extremum(
     granularity: str,
     largest: bool,
     keep_codes: bool,
+    x_float: Tensor | None,
 ) -> tuple[Tensor, ...]:
     rows, scale = x, x_scale
     if bits and x_scale is None:
@@ -48,7 +49,7 @@ def _spmm_extremum(
     )
     made_codes = bits > 0 and keep_codes and x_scale is None
     kept = (rows, scale) if made_codes else (None, None)
-    return fresh(x, (out.to(x.dtype) if x.is_floating_point() else out, arg, *kept))
+    return fresh(x, (out.to(float_dtype(x, x_float, torch.float32)), arg, *kept))
 
 
 def _fake_spmm_extremum(
@@ -62,9 +63,10 @@ def _fake_spmm_extremum(
     granularity: str,
     largest: bool,
     keep_codes: bool,
+    x_float: Tensor | None,
 ) -> tuple[Tensor, ...]:
     shape = (indptr.shape[0] - 1, x.shape[1])
-    out = x.new_empty(shape, dtype=x.dtype if x.is_floating_point() else torch.float32)
+    out = x.new_empty(shape, dtype=float_dtype(x, x_float, torch.float32))
     return (out, index.new_empty(shape), *fake_kept(x, x_scale, granularity, bits > 0 and keep_codes))
 
 
@@ -72,10 +74,10 @@ spmm_extremum = define(
     "spmm_extremum",
     _spmm_extremum,
     "(Tensor x, Tensor? x_scale, Tensor? weight, Tensor indptr, Tensor index, Tensor? seed, int bits,"
-    " str granularity, bool largest, bool keep_codes) -> (Tensor, Tensor, Tensor, Tensor)",
+    " str granularity, bool largest, bool keep_codes, Tensor? x_float) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_spmm_extremum,
     Signature(
-        {"x": "S F", **CSR, "x_scale": "S|1", "weight": "E"},
+        {"x": "S F", **CSR, "x_scale": "S|1", "x_float": "S F", "weight": "E"},
         choices={"bits": INT8_OR_FULL, "granularity": GRANULARITIES},
         pointers=("indptr",),
         indices={"index": "S"},
@@ -137,7 +139,7 @@ spmm_extremum_backward = define(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, x_scale, weight, _, index, _, bits, _, _, keep_codes = inputs
+    x, x_scale, weight, _, index, _, bits, _, _, keep_codes, _ = inputs
     _, arg, *kept = output
     ctx.mark_non_differentiable(arg, *kept)
     ctx.set_materialize_grads(False)
@@ -150,12 +152,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * 10
-    needs_dx, _, needs_dweight = ctx.needs_input_grad[:3]
+        return (None,) * 11
+    needs_dx, needs_dweight = needs_rows_grad(ctx), ctx.needs_input_grad[2]
     dx = dweight = None
     if needs_dx or needs_dweight:
         dx, dweight = spmm_extremum_backward(grad, *ctx.saved_tensors, ctx.num_sources, needs_dx, needs_dweight)
-    return (dx if needs_dx else None, None, dweight if needs_dweight else None, *(None,) * 7)
+    return with_rows_grad(ctx, dx, dweight if needs_dweight else None, *(None,) * 7)
 
 
 spmm_extremum.register_autograd(_backward, setup_context=_setup_context)

@@ -50,7 +50,7 @@ def inputs(op: Any, graph: Graph) -> dict[str, Tensor]:
 
 def epilogue_of(relu: bool, p: float, keep_mask: bool = True) -> tuple[Any, ...]:
     threshold = dropout_threshold(p)
-    return (relu, threshold, rng.make_seed(4) if threshold else None, keep_mask)
+    return (relu, threshold, rng.make_seed(4) if threshold else None, keep_mask, None)
 
 
 def check(op: Any, graph: Graph, relu: bool, p: float, **options: Any) -> None:

@@ -31,7 +31,7 @@ def run(
     granularity: str = "row",
     keep_codes: bool = True,
 ) -> Tensor:
-    options = (seed_of(seed) if bits else None, bits, granularity, largest, keep_codes and bits > 0)
+    options = (seed_of(seed) if bits else None, bits, granularity, largest, keep_codes and bits > 0, None)
     return ops.spmm_extremum(x, x_scale, weight, graph.csr.indptr, graph.csr.index, *options)[0]
 
 
@@ -78,7 +78,7 @@ def test_the_kernel_and_the_reference_agree_in_any_graph(
     x, weight = inputs(graph, F).values()
     if coarse:
         x, weight = x.round(), weight.sign()
-    options = (None, 0, "row", largest, False)
+    options = (None, 0, "row", largest, False, None)
     operands = (x, None, weight, graph.csr.indptr, graph.csr.index)
     out, arg, *_ = ops.spmm_extremum(*operands, *options)
     expected, expected_arg, *_ = _spmm_extremum(torch_backend(), *operands, *options)

@@ -1,0 +1,105 @@
+"""What makes a layer of PyG's a quantized one: its config, its epilogue, and when PyG's own path has to run."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn.conv import MessagePassing
+
+from qgnn import trace
+from qgnn.config import QConfig, check_product_config
+from qgnn.graph import Graph
+from qgnn.nn._common import activate, active_config, has_custom_messages, is_custom, restore_propagate
+from qgnn.nn.epilogue import Epilogue, check_epilogue
+from qgnn.qtensor import QTensor
+
+
+class Quantized:
+    """Mixed into a layer of PyG's, in front of it. All that it adds to a layer is set by :meth:`configure`, so that a
+    layer of PyG's becomes a quantized one by a change of its class, with the parameters that it has."""
+
+    config: QConfig | None
+    epilogue: Epilogue | None
+    training: bool
+    pyg: ClassVar[type[nn.Module]]  # the class that this one stands in for
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for base in cls.__mro__:
+            if base.__module__.startswith("torch_geometric."):
+                cls.pyg = base
+                return
+
+    def configure(self, config: QConfig | None, epilogue: Epilogue | None = None) -> None:
+        """Set what is quantized, and what is applied to the result."""
+        name = type(self).__name__
+        check_product_config(config, name)
+        check_epilogue(epilogue, name)
+        self.config, self.epilogue = config, epilogue
+
+    @property
+    def active(self) -> QConfig | None:
+        """The config of this call: in eval mode, rounding is to nearest."""
+        return active_config(self.training, self.config)
+
+    def in_kernel(self) -> dict[str, Any]:
+        """What of the epilogue a product or sum can apply itself, as its keyword arguments."""
+        epilogue = self.epilogue
+        if epilogue is None or epilogue.activation not in (None, "relu"):
+            return {}
+        return {"activation": epilogue.activation, "dropout": epilogue.dropout if self.training else 0}
+
+    def behind_kernel(self, out: Tensor) -> Tensor:
+        """What of the epilogue is left to apply after :meth:`in_kernel`."""
+        return out if self.epilogue is None or self.epilogue.activation in (None, "relu") else self.finish(out)
+
+    def finish(self, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        """Add a bias and other rows, and apply the whole epilogue: one pass."""
+        return activate(out, self.epilogue, self.training, self.active, bias=bias, residual=residual)
+
+    def __repr__(self) -> str:
+        epilogue = "" if self.epilogue is None else f", epilogue={self.epilogue}"
+        return f"{super().__repr__()[:-1]}, config={self.config}{epilogue})"
+
+
+class QuantizedConv(Quantized):
+    """A graph convolution."""
+
+    aggr: Any
+    node_dim: int
+    flow: str
+
+    def configure(self, config: QConfig | None, epilogue: Epilogue | None = None) -> None:
+        """Set what is quantized, and what is applied to the result."""
+        super().configure(config, epilogue)
+        restore_propagate(self)
+
+    def needs_messages(self, *linears: nn.Module) -> bool:
+        """Whether the fused path would skip code that somebody attached: explainers, message hooks, hooks on one of
+        ``linears``, methods of a subclass."""
+        assert isinstance(self, MessagePassing)
+        return has_custom_messages(self, self.pyg) or any(is_custom(linear) for linear in linears)
+
+    def messages(self, *args: Any, **kwargs: Any) -> Any:
+        """PyG's own path, in full precision, and the epilogue behind it."""
+        if any(isinstance(arg, Graph) for arg in (*args, *kwargs.values())):
+            raise ValueError(
+                f"'{type(self).__name__}' expects 'edge_index' as a tensor where PyG's own path has to run: with an "
+                f"explainer, hooks, or an aggregation of its own (got a Graph)"
+            )
+        args = tuple(_dequantized(arg) for arg in args)
+        out = self.pyg.forward(self, *args, **kwargs)
+        first = out[0] if isinstance(out, tuple) else out
+        if not torch.compiler.is_compiling() and trace.recording():
+            fmt = str(first.dtype).removeprefix("torch.")
+            trace.report("messages.forward", fmt, "pyg", (*(a for a in args if isinstance(a, Tensor)), first))
+        first = self.finish(first)
+        return (first, *out[1:]) if isinstance(out, tuple) else first
+
+
+def _dequantized(x: Any) -> Any:
+    if isinstance(x, (tuple, list)):
+        return tuple(_dequantized(part) for part in x)
+    return x.dequantize() if isinstance(x, QTensor) else x
