@@ -49,8 +49,8 @@ class QGCNConv(QuantizedConv, GCNConv):
             ``"mean"``.
 
     Shapes:
-        - **input:** node features ``[N, F_in]`` or ``[B, N, F_in]`` (a tensor or a :class:`qgnn.QTensor`), edges ``[2, E]``,
-          a sparse matrix or a :class:`qgnn.Graph`, edge weights ``[E]`` *(optional)*
+        - **input:** node features ``[N, F_in]`` or ``[B, N, F_in]`` (a tensor or a :class:`qgnn.QTensor`), edges
+          ``[2, E]``, a sparse matrix or a :class:`qgnn.Graph`, edge weights ``[E]`` *(optional)*
         - **output:** node features ``[N, F_out]`` or ``[B, N, F_out]``, of ``x``'s type
 
     Raises:
