@@ -67,7 +67,7 @@ def quantize(
     check_config(config, "quantize")
     if x.dim() == 0:
         raise ValueError("'quantize' expects 'x' with at least one dimension (got a scalar)")
-    rows = x.detach().reshape(-1, x.shape[-1]) if x.numel() else x.new_empty((x.shape[:-1].numel(), x.shape[-1]))
+    rows = x.detach().reshape(prod(x.shape[:-1]), x.shape[-1])
     codes, scale = ops.quantize(rows, draw_seed(config, seed, x), config.bits, config.granularity, config.block_size)
     per_block = config.granularity == "block"
     leading = (1,) * (x.dim() - 1) if config.granularity == "tensor" else x.shape[:-1]
