@@ -38,6 +38,11 @@ def edge_attr(edge_index: Tensor, num_nodes: int) -> tuple[Any, ...]:
     return (torch.randn(edge_index.shape[1], EDGE_DIM).requires_grad_(),)
 
 
+def learned(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Those of the arguments that need a gradient."""
+    return tuple(t for t in args if isinstance(t, Tensor) and t.requires_grad)
+
+
 @dataclass(frozen=True)
 class Layer:
     """A layer with some options.
@@ -72,6 +77,12 @@ class Layer:
         theirs, ours = self.theirs(K, M), self.ours(config, K, M)
         ours.load_state_dict(theirs.state_dict())
         return theirs, ours
+
+    def dynamic(self, arg: Any, rows: Any, edges: Any, num_edges: int) -> dict[int, Any] | None:
+        """Dimensions of an argument behind the edges that an exported layer leaves open."""
+        if not isinstance(arg, Tensor):
+            return None
+        return {0: edges if arg.shape[0] == num_edges else rows}
 
 
 LAYERS: dict[str, Layer] = {
