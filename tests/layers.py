@@ -49,6 +49,11 @@ def initial_features(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]
     return (args[0], args[0].flip(0), *args[1:])
 
 
+def learned(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Those of the arguments that need a gradient."""
+    return tuple(t for t in args if isinstance(t, Tensor) and t.requires_grad)
+
+
 @dataclass(frozen=True)
 class Layer:
     """A layer with some options.
@@ -93,6 +98,12 @@ class Layer:
         ours.load_state_dict(theirs.state_dict())
         return theirs, ours
 
+    def dynamic(self, arg: Any, rows: Any, edges: Any, num_edges: int) -> dict[int, Any] | None:
+        """Dimensions of an argument behind the edges that an exported layer leaves open."""
+        if not isinstance(arg, Tensor):
+            return None
+        return {0: edges if arg.shape[0] == num_edges else rows}
+
 
 def gcn2(args: Args = no_args, **options: Any) -> Layer:
     """A layer with as many columns out as in."""
@@ -109,8 +120,8 @@ def rgcn(**options: Any) -> Layer:
 
 
 def largest_eigenvalue(edge_index: Tensor, num_nodes: int) -> tuple[Any, ...]:
-    """No weights, no batch, and a bound of the eigenvalues."""
-    return None, None, 2.0 * (1 + edge_index.shape[1])
+    """No weights, no batch, and a number."""
+    return None, None, 9.0
 
 
 LAYERS: dict[str, Layer] = {

@@ -107,7 +107,7 @@ class QChebConv(PropagationConv, ChebConv):
         return self.finish(term, self.bias, residual=total)
 
     def _rounded(self, x: Tensor | QTensor, shared: bool) -> Tensor | QTensor:
-        """Rows for a product and, if ``shared``, an aggregation; that of several sets of rows takes them as they are."""
+        """Rows for a product and, if ``shared``, an aggregation: as codes, unless these are several sets of rows."""
         return x if len(x.shape) == 3 else operand(x, self.active, shared=shared)
 
     def _laplacian(

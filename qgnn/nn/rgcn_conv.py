@@ -30,7 +30,8 @@ class QRGCNConv(PropagationConv, RGCNConv):
     One aggregation serves all relations: it sums into a row for each target and relation, ``[T * R, F]``. One product
     with all weights follows, whose rows are ``R * F`` wide, up to 131,072 with a ``config``; what is kept of them for
     the backward pass is int8, where PyG keeps fp32. With ``num_blocks`` the products with the small blocks are full
-    precision, and so are maxima and minima: rounding would change which row is the largest. A :class:`torch_geometric.nn.RGCNConv` with the same parameters and state dict.
+    precision, and so are maxima and minima: rounding would change which row is the largest. A
+    :class:`torch_geometric.nn.RGCNConv` with the same parameters and state dict.
 
     The graph is sorted once for edges and their types, and remembered while both live unchanged. Without features, or
     with node numbers in their place, the layer looks weights up on PyG's own path, in full precision.

@@ -10,15 +10,11 @@ from torch import Tensor, nn
 
 from graphs import GRAPHS
 from layer_cases import assert_equal_pass, assert_same_pass, passes
-from layers import LAYERS, K, exact_pair
+from layers import LAYERS, K, exact_pair, learned
 from qgnn import QConfig
 
 NEAREST = QConfig(rounding="nearest")
 ALL = pytest.mark.parametrize("name", LAYERS)
-
-
-def learned(args: tuple[object, ...]) -> tuple[Tensor, ...]:
-    return tuple(t for t in args if isinstance(t, Tensor) and t.requires_grad)
 
 
 def sqnr(actual: Tensor, expected: Tensor) -> float:
