@@ -1,7 +1,12 @@
 """Quantized layers: PyG's, with a Q in front and a ``config``."""
 
+from qgnn.nn.appnp import QAPPNP
+from qgnn.nn.cheb_conv import QChebConv
 from qgnn.nn.epilogue import Epilogue
+from qgnn.nn.gcn2_conv import QGCN2Conv
 from qgnn.nn.gcn_conv import QGCNConv
 from qgnn.nn.linear import QLinear
+from qgnn.nn.rgcn_conv import QRGCNConv
+from qgnn.nn.sg_conv import QSGConv
 
-__all__ = ["Epilogue", "QGCNConv", "QLinear"]
+__all__ = ["QAPPNP", "Epilogue", "QChebConv", "QGCN2Conv", "QGCNConv", "QLinear", "QRGCNConv", "QSGConv"]

@@ -62,6 +62,13 @@ def operand(x: Tensor | QTensor, config: QConfig | None, *, shared: bool = False
     return x
 
 
+def unrounded(x: Tensor | QTensor) -> Tensor:
+    """The rows themselves, or what their codes stand for where only those are left."""
+    if isinstance(x, Tensor):
+        return x
+    return x.dequantize() if x.origin is None else x.origin
+
+
 def activate(
     x: Tensor,
     epilogue: Epilogue | None,
@@ -119,7 +126,7 @@ def aggregate(
     """:func:`functional.spmm`, also of several sets of rows on one graph, ``[B, N, F]``, as PyG takes them."""
     if len(x.shape) == 2:
         return functional.spmm(graph, x, edge_weight, reduce, config=config, **epilogue)
-    rows = x.dequantize() if isinstance(x, QTensor) else x
+    rows = unrounded(x)
     batch, num_nodes, width = rows.shape
     wide = rows.transpose(0, 1).reshape(num_nodes, batch * width)
     out = functional.spmm(graph, wide, edge_weight, reduce, config=config, **epilogue)

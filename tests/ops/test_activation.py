@@ -127,7 +127,7 @@ def test_without_a_mask_there_is_no_backward_pass(op: Any) -> None:
 def test_dropout_needs_a_seed(op: Any) -> None:
     graph = graph_of("random")
     with pytest.raises(ValueError, match=r"expects 'dropout_seed' with a 'threshold' \(got None\)"):
-        op(graph, (False, 9, None, True))(**inputs(op, graph))
+        op(graph, (False, 9, None, True, None))(**inputs(op, graph))
 
 
 @OPS
@@ -159,7 +159,7 @@ def test_epilogue_on_the_kernels(op: Any, relu: bool, p: float, device: str) -> 
         x, weight, bias = (t.to(place) for t in tensors.values())
         structure, factor = [t.to(place) for t in spmm_structure(graph)], graph.mean_factor.to(place)
         seed, dropout_seed = rng.make_seed(1, place), rng.make_seed(4, place)
-        epilogue = (relu, threshold, dropout_seed, True)
+        epilogue = (relu, threshold, dropout_seed, True, None)
         if op is matmul:
             y, _, _, mask = _matmul(backend, x, None, weight, bias, seed, 8, "row", True, *epilogue)
         elif op is spmm:

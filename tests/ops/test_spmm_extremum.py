@@ -216,7 +216,7 @@ def test_extremum_opcheck(bits: int, learned: bool, granularity: str) -> None:
     graph = graph_of("tall")
     x, weight = (t.requires_grad_() for t in inputs(graph).values())
     edges: tuple[Any, ...] = (graph.csr.indptr, graph.csr.index)
-    options = (seed_of(1) if bits else None, bits, granularity, True, learned and bits > 0)
+    options = (seed_of(1) if bits else None, bits, granularity, True, learned and bits > 0, None)
     opcheck(ops.spmm_extremum, (x, None, weight if learned else None, *edges, *options), compiled=granularity == "row")
     codes, scale = reference.quantize(x.detach(), granularity=granularity)
     opcheck(ops.spmm_extremum, (codes, scale, weight if learned else None, *edges, *options))
