@@ -81,7 +81,7 @@ def quantize_(
         filter_fn: ``filter_fn(layer, name)`` says whether a layer is converted; others are left alone with all that is
             inside them.
         keep_last: Whether the layer that makes the result stays in full precision, unless ``config`` has an entry of
-            exactly its name. A layer given as ``model`` is quantized.
+            exactly its name. A layer given as ``model`` is quantized all the same.
         fuse: Whether to move activations and dropout into the layers in front of them.
 
     Returns:
@@ -173,8 +173,8 @@ def _check_whole(root: nn.Module, reverted: dict[str, nn.Module], owner: str) ->
 def _plan(root: nn.Module, configs: Configs, filter_fn: Filter | None, keep_last: bool) -> Iterator[_Step]:
     modules = list(walk(root, into_left=True))
     _check_patterns(configs, modules)
-    last = last_layer(root) if keep_last and not is_layer(root) else None
-    in_last = set() if last is None else {id(module) for module in last.modules()}
+    last = last_layer(root) if keep_last else None
+    in_last = set() if last is None or last is root else {id(module) for module in last.modules()}
     excluded: set[int] = set()
     for name, module in modules:
         if not is_layer(module) or id(module) in excluded:
@@ -197,7 +197,7 @@ def _step(name: str, layer: nn.Module, configs: Configs, pattern: str, is_last: 
     if any(matches(kept, name) for kept in config.keep_fp32):
         return _Step(name, layer, reason="in keep_fp32")
     if is_last and name not in configs:
-        return _Step(name, layer, reason="makes the result that a softmax reads (keep_last)")
+        return _Step(name, layer, reason="feeds the class softmax (keep_last)")
     probe = copy.copy(layer)
     try:
         _configure(probe, config)

@@ -19,8 +19,8 @@ class Row:
     Args:
         name: Its name, as in ``named_modules()``.
         layer: Its class.
-        what: ``"int8"``, ``"int4"``, ...: the codes of its operands; ``"fp32"`` for full precision through the same
-            kernels; ``None`` if it was left alone.
+        what: ``"int8"``, ``"int4"``, ...: the codes of its operands; ``"fp32"`` for a converted layer in full
+            precision; ``None`` for a module that was left alone.
         epilogue: What the layer applies to its result.
         reason: Why it is in full precision, or was left alone.
         note: What the layer has to say about itself.
@@ -113,8 +113,7 @@ def _row(name: str, layer: Quantized) -> Row:
     reason = "config is None" if layer.config is None else None
     if reason is not None and mark is not None and mark.reason is not None:
         reason = mark.reason
-    what = "fp32" if layer.config is None else f"int{layer.config.bits}"
-    return Row(name, type(layer).__name__, what, _told(layer.epilogue), reason, layer.note)
+    return Row(name, type(layer).__name__, layer.operands, _told(layer.epilogue), reason, layer.note)
 
 
 def _told(epilogue: Epilogue | None) -> str | None:

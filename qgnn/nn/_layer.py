@@ -55,6 +55,11 @@ class Quantized:
         """What a summary says about this layer beyond its config, or None."""
         return None
 
+    @property
+    def operands(self) -> str:
+        """What a summary says that this layer computes with: ``"int8"``, ``"int4"``, ..., or ``"fp32"``."""
+        return "fp32" if self.config is None else f"int{self.config.bits}"
+
     def in_kernel(self) -> dict[str, Any]:
         """What of the epilogue a product or sum can apply itself, as its keyword arguments."""
         epilogue = self.epilogue
