@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch_geometric.nn import MLP, HeteroConv, Linear, MessagePassing
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
@@ -55,8 +56,8 @@ def mark_of(module: nn.Module) -> Mark | None:
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside the wrappers of ``torch.compile`` and of data parallelism, whose names have no prefix."""
     while True:
-        if "_orig_mod" in model._modules:  # of torch.compile, whose class is slow to import
-            model = model._orig_mod  # type: ignore[assignment]
+        if isinstance(model, OptimizedModule):
+            model = model._orig_mod
         elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
         else:
