@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from qgnn import ops, trace
-from qgnn.activation import keep_factor
 from qgnn.config import QConfig, check_config, check_product_config
 from qgnn.formats import Int
 from qgnn.functional._checks import (
-    Epilogue,
     check_float,
     check_product,
     codes_or_rows,
@@ -21,7 +19,6 @@ from qgnn.functional._checks import (
     keeps_codes,
 )
 from qgnn.qtensor import QTensor
-from qgnn.rng import random_bits16, stream_key
 
 
 def quantize(x: Tensor, fmt_or_config: QConfig | Int | None = None, *, seed: int | Tensor | None = None) -> QTensor:
@@ -98,7 +95,7 @@ def linear(
             is one bit an element.
         dropout: Probability that an element of ``y`` is dropped after that, in steps of ``2**-16``. In evaluation, give
             0.
-        config: How to quantize; ``None`` is :func:`torch.nn.functional.linear`, and torch's functions behind it.
+        config: How to quantize; ``None`` is :func:`torch.nn.functional.linear`, and a second pass for what is behind.
         seed: Seed of stochastic rounding and dropout.
 
     Shapes:
@@ -120,7 +117,11 @@ def linear(
         y = torch.nn.functional.linear(value, weight, bias)
         if not torch.compiler.is_compiling() and trace.recording():
             trace.report("matmul.forward", str(y.dtype).removeprefix("torch."), "torch", (value, weight, bias, y))
-        return _apply(y, epilogue_of("linear", activation, dropout, seed, y))
+        relu, threshold, dropout_seed, keep = epilogue_of("linear", activation, dropout, seed, y)
+        if not (relu or threshold):
+            return y
+        rows, kind = y.reshape(prod(y.shape[:-1]), y.shape[-1]), "relu" if relu else "none"
+        return ops.activation(rows, *(None,) * 3, dropout_seed, kind, 0.0, threshold, keep, False)[0].view(y.shape)
     codes_or_x, scale = codes_or_rows("linear", x)
     rows = codes_or_x.reshape(prod(codes_or_x.shape[:-1]), codes_or_x.shape[-1])
     y, *_ = ops.matmul(
@@ -135,17 +136,3 @@ def linear(
         *epilogue_of("linear", activation, dropout, seed, rows, weight, bias),
     )
     return y.view(*codes_or_x.shape[:-1], weight.shape[0])
-
-
-def _apply(y: Tensor, epilogue: Epilogue) -> Tensor:
-    """ReLU and dropout after a product of torch's own, with the same random bits as in the fused kernels."""
-    if epilogue.relu:
-        y = y.relu()
-    if epilogue.dropout_seed is None:
-        return y
-    rows = y.reshape(prod(y.shape[:-1]), y.shape[-1])
-    kept = (
-        random_bits16(0, rows.shape[0], rows.shape[1], epilogue.dropout_seed ^ stream_key(ops.STREAM_DROPOUT))
-        >= epilogue.threshold
-    )
-    return torch.where(kept.view(y.shape), y * keep_factor(epilogue.threshold), 0)

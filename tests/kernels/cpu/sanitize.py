@@ -67,7 +67,6 @@ def run_quantize() -> None:
                     quantize.quantize(x, granularity=granularity, block_size=block_size, seed=seed, stream=1)
             quantize.quantize(LAYOUTS["column_major"](x).half(), bits=3)
             for a in activations(N, F):
-                quantize.masked_grad(x, a.mask, a.factor)
                 quantize.quantize_grad(x, mask=a.mask, factor=a.factor, seed=SEED, sum_columns=True)
             quantize.quantize_grad(LAYOUTS["every_second_row"](x))
 

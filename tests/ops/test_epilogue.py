@@ -61,7 +61,7 @@ def check(op: Any, graph: Graph, relu: bool, p: float, **options: Any) -> None:
     mask = torch.zeros(y.shape[0], mask_width(M), dtype=torch.uint8)
     a = Activation(relu, dropout_threshold(p), rng.make_seed(4), STREAM_DROPOUT, mask)
     expected, upstream = activate(y, a), torch.randn_like(y)
-    _, wanted = gradients(plain, tensors, reference.masked_grad(upstream, mask, a.factor))
+    _, wanted = gradients(plain, tensors, reference.activation_backward(upstream, mask, factor=a.factor)[0])
     out, grads = gradients(op(graph, epilogue_of(relu, p), **options), tensors, upstream)
     assert torch.equal(out, expected)
     for name, grad in grads.items():
