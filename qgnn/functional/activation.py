@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isfinite, prod
+from math import prod
 
 import torch
 from torch import Tensor
@@ -67,11 +67,10 @@ def activation(
     tensors = [t for t in (x, bias, residual) if t is not None]
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     keep_codes = kind == "elu" and keep and config is not None and config.save == "int8"
-    rows = (prod(x.shape[:-1]), x.shape[-1])
     y, *_ = ops.activation(
-        x.reshape(rows),
+        _matrix(x),
         bias,
-        None if residual is None else residual.reshape(rows),
+        None if residual is None else _matrix(residual),
         draw_seed(config, seed, x) if keep_codes and config is not None else None,
         make_seed(seed, x.device) if threshold else None,
         "none" if kind is None else kind,
@@ -81,6 +80,12 @@ def activation(
         keep_codes,
     )
     return y.view(x.shape)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """Rows as operators take them. Matrices are left alone: behind views of both, the gradients of rows and residual
+    would be views of one tensor."""
+    return x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def _check(
@@ -109,7 +114,8 @@ def _check(
             f"'activation' expects 'residual' in {x.dtype}, as 'x' is (got {residual.dtype}); use "
             f"'residual.to(x.dtype)'"
         )
-    if not isfinite(negative_slope):
+    infinity = float("inf")
+    if not -infinity < negative_slope < infinity:
         raise ValueError(f"'activation' expects 'negative_slope' to be finite (got {negative_slope})")
-    if not 0 <= alpha < float("inf"):
+    if not 0 <= alpha < infinity:
         raise ValueError(f"'activation' expects 'alpha' to be a finite number from 0 on (got {alpha})")

@@ -287,11 +287,11 @@ def define(name: str, function: Callable[..., Any], schema: str, fake: Callable[
     op.register_kernel("cuda")(on_cuda)
     op.register_fake(on_fake)
     if name.endswith("_backward"):
-        op.register_autograd(partial(_no_second_derivative, name.removesuffix("_backward")))
+        op.register_autograd(partial(no_second_derivative, name.removesuffix("_backward")))
     return op
 
 
-def _no_second_derivative(name: str, *_: Any) -> Any:
+def no_second_derivative(name: str, *_: Any) -> Any:
     raise NotImplementedError(
         f"'qgnn::{name}' has no second derivatives, which a gradient of a gradient (create_graph=True) needs; use "
         f"PyG's layer or a torch function there"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qgnn.activation import KINDS, Activation, derivative_size, derivative_steps, keep_factor, mask_width
 from qgnn.ops import _activation
-from qgnn.ops._backends import STREAM_DERIVATIVE, STREAM_DROPOUT, Backend, define, fresh
+from qgnn.ops._backends import STREAM_DERIVATIVE, STREAM_DROPOUT, Backend, define, fresh, no_second_derivative
 from qgnn.ops._checks import Signature
 from qgnn.ops.matmul import fake_db
 from qgnn.reference._common import compute_dtype
@@ -94,6 +94,13 @@ activation = define(
 )
 
 
+def _check_kept(kind: str, mask: Tensor | None, derivative: Tensor | None) -> None:
+    """Raise if what the forward pass kept is not there."""
+    name, kept = ("derivative", derivative) if kind == "elu" else ("mask", mask)
+    if kind != "none" and kept is None:
+        raise ValueError(f"'qgnn::activation_backward' expects '{name}' of kind '{kind}' (got None)")
+
+
 def _activation_backward(
     backend: Backend,
     grad: Tensor,
@@ -105,6 +112,7 @@ def _activation_backward(
     threshold: int,
     needs_db: bool,
 ) -> tuple[Tensor, ...]:
+    _check_kept(kind, mask, derivative)
     factor = keep_factor(threshold)
     if derivative is not None:  # with the factor of dropout in it, unless it is codes
         factor = factor * derivative_size(slope) if derivative.dtype == torch.uint8 else 1.0
@@ -132,6 +140,7 @@ def _fake_activation_backward(
     threshold: int,
     needs_db: bool,
 ) -> tuple[Tensor, ...]:
+    _check_kept(kind, mask, derivative)
     return grad.new_empty(grad.shape), fake_db(grad, needs_db)
 
 
@@ -163,6 +172,8 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return (None,) * 10
     needs_dx, needs_db, needs_dresidual = ctx.needs_input_grad[:3]
     kind, _, threshold = ctx.options
+    if kind == "elu" and torch.is_grad_enabled():  # what is kept does not depend on x, as far as autograd knows
+        no_second_derivative("activation")
     if kind == "none" and not threshold:
         dx, db = grad, grad.sum(0, dtype=compute_dtype(grad)) if needs_db else None
     else:
