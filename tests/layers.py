@@ -46,7 +46,7 @@ def edge_type(edge_index: Tensor, num_nodes: int) -> tuple[Any, ...]:
 
 def initial_features(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """A hook that gives GCNII's layer its initial features in front of the edges."""
-    return (args[0], args[0].flip(0), *args[1:])
+    return (args[0], args[0].detach().flip(0), *args[1:])
 
 
 def learned(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -119,11 +119,6 @@ def rgcn(**options: Any) -> Layer:
     return Layer("RGCNConv", options, edge_type, lambda K, M: (K, M, NUM_RELATIONS))
 
 
-def largest_eigenvalue(edge_index: Tensor, num_nodes: int) -> tuple[Any, ...]:
-    """No weights, no batch, and a number."""
-    return None, None, 9.0
-
-
 LAYERS: dict[str, Layer] = {
     "gcn": Layer("GCNConv"),
     "gcn/weighted": Layer("GCNConv", args=edge_weight),
@@ -131,15 +126,11 @@ LAYERS: dict[str, Layer] = {
     "gcn/reversed": Layer("GCNConv", {"flow": "target_to_source"}),
     "gcn2": gcn2(theta=0.5, layer=1),
     "gcn2/weighted": gcn2(edge_weight, theta=0.5, layer=2, shared_weights=False),
-    "gcn2/no_normalize": gcn2(normalize=False),
     "sg": Layer("SGConv", {"K": 2}),
-    "sg/weighted": Layer("SGConv", {"add_self_loops": False, "bias": False}, edge_weight),
     "appnp": appnp(),
     "appnp/weighted": appnp(edge_weight, add_self_loops=False),
-    "appnp/no_normalize": appnp(normalize=False),
     "cheb": Layer("ChebConv", {"K": 3}, fails_on=("no_nodes",)),
     "cheb/weighted": Layer("ChebConv", {"K": 2, "normalization": "rw"}, edge_weight, fails_on=("no_nodes",)),
-    "cheb/scaled": Layer("ChebConv", {"K": 2, "normalization": None, "bias": False}, largest_eigenvalue),
     "rgcn": rgcn(),
     "rgcn/bases": rgcn(num_bases=2, aggr="add"),
     "rgcn/max": rgcn(aggr="max", root_weight=False, bias=False),

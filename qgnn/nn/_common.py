@@ -79,8 +79,8 @@ def activate(
     residual: Tensor | None = None,
 ) -> Tensor:
     """``x`` plus a bias and other rows, behind an epilogue."""
-    x = x if residual is None else x + residual
-    x = x if bias is None else x + bias
+    x = x if residual is None else x + residual.to(x.dtype)
+    x = x if bias is None else x + bias.to(x.dtype)
     if epilogue is None:
         return x
     if epilogue.activation == "relu":
