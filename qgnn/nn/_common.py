@@ -55,11 +55,18 @@ def operand(x: Tensor | QTensor, config: QConfig | None, *, shared: bool = False
         return x
     constant = not x.requires_grad and (torch.is_grad_enabled() or not config.stochastic)
     if constant and config.save == "int8":
-        key = ("codes", config.bits, config.granularity)
-        return cached((x,), key, lambda: functional.quantize(x, active_config(False, config)))
+        nearest = active_config(False, config)
+        if _is_recorded(x):
+            return functional.quantize(x, nearest)
+        return cached((x,), ("codes", config.bits, config.granularity), lambda: functional.quantize(x, nearest))
     if shared and (config.save == "int8" or not torch.is_grad_enabled()):
         return functional.quantize(x, config, straight_through=True)
     return x
+
+
+def _is_recorded(x: Tensor) -> bool:
+    """Whether a CUDA graph is being made, whose replays find other values in the memory of ``x``."""
+    return not torch.compiler.is_compiling() and x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def float_rows(x: Tensor | QTensor) -> Tensor:
@@ -79,8 +86,8 @@ def activate(
     residual: Tensor | None = None,
 ) -> Tensor:
     """``x`` plus a bias and other rows, behind an epilogue."""
-    x = x if residual is None else x + residual
-    x = x if bias is None else x + bias
+    x = x if residual is None else x + residual.to(x.dtype)
+    x = x if bias is None else x + bias.to(x.dtype)
     if epilogue is None:
         return x
     if epilogue.activation == "relu":
