@@ -46,7 +46,7 @@ def edge_type(edge_index: Tensor, num_nodes: int) -> tuple[Any, ...]:
 
 def initial_features(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """A hook that gives GCNII's layer its initial features in front of the edges."""
-    return (args[0], args[0].flip(0), *args[1:])
+    return (args[0], args[0].detach().flip(0), *args[1:])
 
 
 def learned(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -74,9 +74,9 @@ class Layer:
         args: What a pass takes behind the edges.
         sizes: Arguments of the constructor that are sizes, for columns in and out.
         build: Makes the arguments of the constructor that are modules, anew for each layer.
+        switched: Gradients behind a choice made from rounded values: the term of a maximum, the sign of a ReLU.
         hook: What turns features, edges and further arguments of a pass into the layer's own, where these differ.
         fails_on: Graphs on which PyG's layer raises an error; ours is held to be finite there.
-        switched: Gradients behind a choice made from rounded values: the term of a maximum, the sign of a ReLU.
     """
 
     name: str
@@ -84,9 +84,9 @@ class Layer:
     args: Args = no_args
     sizes: Callable[[int, int], tuple[Any, ...]] = lambda K, M: (K, M)
     build: Callable[[int, int], dict[str, Any]] = lambda K, M: {}
+    switched: tuple[str, ...] = ()
     hook: Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]] | None = None
     fails_on: tuple[str, ...] = ()
-    switched: tuple[str, ...] = ()
 
     def theirs(self, K: int = K, M: int = M) -> nn.Module:
         layer = self._hooked(getattr(pyg, self.name)(*self.sizes(K, M), **self.build(K, M), **self.options))
@@ -131,30 +131,11 @@ def rgcn(**options: Any) -> Layer:
     return Layer("RGCNConv", options, edge_type, lambda K, M: (K, M, NUM_RELATIONS))
 
 
-def largest_eigenvalue(edge_index: Tensor, num_nodes: int) -> tuple[Any, ...]:
-    """No weights, no batch, and a number."""
-    return None, None, 9.0
-
-
 LAYERS: dict[str, Layer] = {
     "gcn": Layer("GCNConv"),
     "gcn/weighted": Layer("GCNConv", args=edge_weight),
     "gcn/no_normalize": Layer("GCNConv", {"normalize": False, "bias": False}),
     "gcn/reversed": Layer("GCNConv", {"flow": "target_to_source"}),
-    "gcn2": gcn2(theta=0.5, layer=1),
-    "gcn2/weighted": gcn2(edge_weight, theta=0.5, layer=2, shared_weights=False),
-    "gcn2/no_normalize": gcn2(normalize=False),
-    "sg": Layer("SGConv", {"K": 2}),
-    "sg/weighted": Layer("SGConv", {"add_self_loops": False, "bias": False}, edge_weight),
-    "appnp": appnp(),
-    "appnp/weighted": appnp(edge_weight, add_self_loops=False),
-    "appnp/no_normalize": appnp(normalize=False),
-    "cheb": Layer("ChebConv", {"K": 3}, fails_on=("no_nodes",)),
-    "cheb/weighted": Layer("ChebConv", {"K": 2, "normalization": "rw"}, edge_weight, fails_on=("no_nodes",)),
-    "cheb/scaled": Layer("ChebConv", {"K": 2, "normalization": None, "bias": False}, largest_eigenvalue),
-    "rgcn": rgcn(),
-    "rgcn/bases": rgcn(num_bases=2, aggr="add"),
-    "rgcn/max": rgcn(aggr="max", root_weight=False, bias=False),
     "sage": Layer("SAGEConv"),
     "sage/narrow": Layer("SAGEConv", sizes=lambda K, M: (K, M // 3)),  # the product comes first
     "sage/wide": Layer("SAGEConv", sizes=lambda K, M: (K, 2 * K)),  # the aggregation comes first
@@ -181,6 +162,16 @@ LAYERS: dict[str, Layer] = {
         build=mlp,
         switched=("dx", "dlin.weight", "dlin.bias", "dextra0"),
     ),
+    "gcn2": gcn2(theta=0.5, layer=1),
+    "gcn2/weighted": gcn2(edge_weight, theta=0.5, layer=2, shared_weights=False),
+    "sg": Layer("SGConv", {"K": 2}),
+    "appnp": appnp(),
+    "appnp/weighted": appnp(edge_weight, add_self_loops=False),
+    "cheb": Layer("ChebConv", {"K": 3}, fails_on=("no_nodes",)),
+    "cheb/weighted": Layer("ChebConv", {"K": 2, "normalization": "rw"}, edge_weight, fails_on=("no_nodes",)),
+    "rgcn": rgcn(),
+    "rgcn/bases": rgcn(num_bases=2, aggr="add"),
+    "rgcn/max": rgcn(aggr="max", root_weight=False, bias=False),
 }
 
 

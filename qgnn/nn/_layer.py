@@ -51,11 +51,6 @@ class Quantized:
         return active_config(self.training, self.config)
 
     @property
-    def note(self) -> str | None:
-        """What a summary says about this layer beyond its config, or None."""
-        return None
-
-    @property
     def operands(self) -> str:
         """What a summary says that this layer computes with: ``"int8"``, ``"int4"``, ..., or ``"fp32"``."""
         return "fp32" if self.config is None else f"int{self.config.bits}"

@@ -80,7 +80,7 @@ class QGINEConv(NeighborConv, GINEConv):
             return self.messages(x, edge_index, edge_attr, size)
         source, target, graph = self.ends(x, edge_index, size)
         rows = float_rows(source)
-        edge_rows = self._edge_rows(edge_attr, graph.num_edges, rows.shape[-1])
+        edge_rows = self._edge_rows(edge_attr, graph.num_edges, rows.shape[-1]).to(rows.dtype)
         if rows.dim() == 3:  # nodes first, as functions take them
             rows, edge_rows = rows.transpose(0, 1), edge_rows.unsqueeze(1)
         # A sum with nothing gathers rows, and has a gradient that repeats bit for bit.
@@ -98,8 +98,9 @@ class QGINEConv(NeighborConv, GINEConv):
             raise ValueError(f"'{name}' expects 'edge_attr' of shape [{num_edges}, D], a row an edge (got {got})")
         if self.lin is not None:
             initialize_lazy(self.lin, edge_attr)
-            config = self.active
-            edge_attr = functional.linear(operand(edge_attr, config), self.lin.weight, self.lin.bias, config=config)
+            config, weight = self.active, self.lin.weight
+            edge_attr = operand(edge_attr.to(weight.dtype), config)
+            edge_attr = functional.linear(edge_attr, weight, self.lin.bias, config=config)
         if edge_attr.shape[1] != width:
             raise ValueError(
                 f"'{name}' expects node and edge features of one size (got {width} and {edge_attr.shape[1]}); "
