@@ -12,7 +12,7 @@ from torch_geometric.nn.conv import GATConv
 from qgnn import functional
 from qgnn.config import QConfig
 from qgnn.nn._attention import AttentionConv, num_loops_of, score_product, score_weight
-from qgnn.nn._common import initialize_lazy
+from qgnn.nn._common import initialize_lazy, operand
 from qgnn.nn.epilogue import Epilogue
 
 
