@@ -38,6 +38,11 @@ class Quantized:
                 cls.pyg = base
                 return
 
+    @property
+    def note(self) -> str | None:
+        """What a summary of a model has to say about this layer."""
+        return None
+
     def configure(self, config: QConfig | None, epilogue: Epilogue | None = None) -> None:
         """Set what is quantized, and what is applied to the result."""
         name = type(self).__name__

@@ -192,6 +192,14 @@ def test_dense_layer_comes_back_as_what_it_was(cls: type[nn.Module]) -> None:
     assert torch.equal(layer.weight, weight)
 
 
+def test_dense_layer_that_a_convolution_calls_is_converted() -> None:
+    conv, x = pyg.GINConv(pyg.Linear(K, CLASSES)), torch.randn(N, K)
+    assert summary(quantize_(conv, INT8)).converted == ["", "nn"]
+    with trace() as record:
+        conv(x, EDGES)
+    assert record.ops["matmul.forward"]["format"] == record.ops["spmm.forward"]["format"] == "int8"
+
+
 def test_layers_of_unknown_size_are_converted() -> None:
     model = nn.Sequential(pyg.Linear(-1, HIDDEN), nn.ReLU(), pyg.Linear(-1, CLASSES))
     quantize_(model, INT8)(torch.randn(N, K))

@@ -128,7 +128,7 @@ def test_layer_of_a_sequential_takes_what_is_right_behind_it(build: Any, expecte
         (["x, e -> h", "h -> a", "a -> y"], "relu, dropout 0.5"),
         (["x, e -> h", "h -> a", "a, h -> y"], None),  # what the layer returns is read again
         (["x, e -> h", "h -> a", "a -> b", "a, b -> y"], "relu"),  # what the activation returns is
-        (["x, e -> h", "x -> a", "a, h -> y"], None),  # the activation reads something else
+        (["x, e -> h", "x -> a", "a -> y"], None),  # the activation reads something else
         (["x, e -> h", "h -> h", "h -> h"], "relu, dropout 0.5"),
     ],
 )
