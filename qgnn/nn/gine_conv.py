@@ -41,7 +41,7 @@ class QGINEConv(NeighborConv, GINEConv):
 
     Shapes:
         - **input:** as :class:`QGINConv`, and features of edges ``[E, D]``
-        - **output:** ``[N, F_out]``, ``[B, N, F_out]`` or ``[T, F_out]``
+        - **output:** ``[N, F_out]``, ``[B, N, F_out]`` or ``[T, F_out]``, of ``x``'s type
 
     Raises:
         TypeError: If ``config`` is no :class:`qgnn.QConfig`, or ``x`` is not a dense floating-point tensor.
@@ -52,6 +52,7 @@ class QGINEConv(NeighborConv, GINEConv):
         >>> out = conv(x, edge_index, edge_attr)
     """
 
+    has_network = True
     reduces = ("sum",)
 
     def __init__(
@@ -88,7 +89,7 @@ class QGINEConv(NeighborConv, GINEConv):
         messages = (functional.sddmm(graph, rows, nothing, op="add") + edge_rows).relu()
         out = functional.incidence_sum(graph, messages, config=self.active)
         out = out.transpose(0, 1) if out.dim() == 3 else out
-        return self.finish(self.nn(add_root(out, target, self.eps)))
+        return self.finish(self.nn(add_root(out, target, self.eps)).to(out.dtype))
 
     def _edge_rows(self, edge_attr: Tensor | None, num_edges: int, width: int) -> Tensor:
         """Features of edges as wide as those of nodes, checked."""
