@@ -99,8 +99,8 @@ class QGINEConv(NeighborConv, GINEConv):
         if self.lin is not None:
             initialize_lazy(self.lin, edge_attr)
             config, weight = self.active, self.lin.weight
-            edge_attr = operand(edge_attr.to(weight.dtype), config)
-            edge_attr = functional.linear(edge_attr, weight, self.lin.bias, config=config)
+            codes = operand(edge_attr.to(weight.dtype), config)
+            edge_attr = functional.linear(codes, weight, self.lin.bias, config=config)
         if edge_attr.shape[1] != width:
             raise ValueError(
                 f"'{name}' expects node and edge features of one size (got {width} and {edge_attr.shape[1]}); "

@@ -79,6 +79,7 @@ def test_gine_conv_without_edge_dim_takes_rows_of_one_size() -> None:
     assert_same_pass(passes(conv, x, EDGES, edge_attr, extra=(edge_attr,)), expected)
     static = torch.randn(3, N, 16)
     assert_same_pass(passes(conv, static, EDGES, edge_attr), passes(theirs, static, EDGES, edge_attr))
+    assert conv.half()(x.half(), EDGES, edge_attr).dtype == torch.float16
 
 
 def test_gine_conv_takes_the_size_of_edge_features_from_the_first_input() -> None:
