@@ -55,11 +55,18 @@ def operand(x: Tensor | QTensor, config: QConfig | None, *, shared: bool = False
         return x
     constant = not x.requires_grad and (torch.is_grad_enabled() or not config.stochastic)
     if constant and config.save == "int8":
-        key = ("codes", config.bits, config.granularity)
-        return cached((x,), key, lambda: functional.quantize(x, active_config(False, config)))
+        nearest = active_config(False, config)
+        if _is_recorded(x):
+            return functional.quantize(x, nearest)
+        return cached((x,), ("codes", config.bits, config.granularity), lambda: functional.quantize(x, nearest))
     if shared and (config.save == "int8" or not torch.is_grad_enabled()):
         return functional.quantize(x, config, straight_through=True)
     return x
+
+
+def _is_recorded(x: Tensor) -> bool:
+    """Whether a CUDA graph is being made, whose replays find other values in the memory of ``x``."""
+    return not torch.compiler.is_compiling() and x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def float_rows(x: Tensor | QTensor) -> Tensor:
@@ -78,18 +85,20 @@ def activate(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """``x`` plus a bias and other rows, behind an epilogue."""
-    x = x if residual is None else x + residual
-    x = x if bias is None else x + bias
+    """``x`` plus a bias and other rows, behind an epilogue, of ``x``'s type."""
     if epilogue is None:
-        return x
-    if epilogue.activation == "relu":
-        x = x.relu()
-    elif epilogue.activation == "leaky_relu":
-        x = nn.functional.leaky_relu(x, epilogue.negative_slope)
-    elif epilogue.activation == "elu":
-        x = nn.functional.elu(x, epilogue.alpha)
-    return nn.functional.dropout(x, epilogue.dropout, training) if epilogue.dropout else x
+        out = x if residual is None else x + residual
+        return (out if bias is None else out + bias).to(x.dtype)
+    return functional.activation(
+        x,
+        epilogue.activation,
+        epilogue.dropout if training else 0,
+        bias=bias,
+        residual=None if residual is None else residual.to(x.dtype),
+        negative_slope=epilogue.negative_slope,
+        alpha=epilogue.alpha,
+        config=config,
+    )
 
 
 def graph_for(conv: MessagePassing, edges: Any, num_sources: int, num_targets: int | None = None) -> Graph:
