@@ -25,8 +25,8 @@ class QGINEConv(NeighborConv, GINEConv):
         \sum_{j \in \mathcal{N}(i)} \mathrm{ReLU} ( \mathbf{x}_j + \mathbf{e}_{j,i} ) \right).
 
     It differs from :class:`QGINConv` in the messages, one an edge: rows and edge features meet in full precision, and
-    the messages are rounded to int8 to be summed. The dense layer of ``edge_dim`` runs on int8 codes. A
-    :class:`torch_geometric.nn.GINEConv` with the same parameters and state dict.
+    the messages are rounded to int8 to be summed; what is kept of them is one bit a value, the sign. The dense layer of
+    ``edge_dim`` runs on int8 codes. A :class:`torch_geometric.nn.GINEConv` with the same parameters and state dict.
 
     Args:
         nn: The network :math:`h_{\mathbf{\Theta}}`; see :class:`QGINConv`.
@@ -86,7 +86,8 @@ class QGINEConv(NeighborConv, GINEConv):
             rows, edge_rows = rows.transpose(0, 1), edge_rows.unsqueeze(1)
         # A sum with nothing gathers rows, and has a gradient that repeats bit for bit.
         nothing = rows.new_zeros(()).expand(graph.num_targets, *rows.shape[1:])
-        messages = (functional.sddmm(graph, rows, nothing, op="add") + edge_rows).relu()
+        gathered = functional.sddmm(graph, rows, nothing, op="add")
+        messages = functional.activation(gathered, "relu", residual=edge_rows.expand_as(gathered))
         out = functional.incidence_sum(graph, messages, config=self.active)
         out = out.transpose(0, 1) if out.dim() == 3 else out
         return self.finish(self.nn(add_root(out, target, self.eps)).to(out.dtype))
@@ -100,8 +101,8 @@ class QGINEConv(NeighborConv, GINEConv):
         if self.lin is not None:
             initialize_lazy(self.lin, edge_attr)
             config, weight = self.active, self.lin.weight
-            edge_attr = operand(edge_attr.to(weight.dtype), config)
-            edge_attr = functional.linear(edge_attr, weight, self.lin.bias, config=config)
+            codes = operand(edge_attr.to(weight.dtype), config)
+            edge_attr = functional.linear(codes, weight, self.lin.bias, config=config)
         if edge_attr.shape[1] != width:
             raise ValueError(
                 f"'{name}' expects node and edge features of one size (got {width} and {edge_attr.shape[1]}); "
