@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from activation_cases import assert_no_code_overflows
 from dense import WIDTHS
 from qgnn import reference, rng
 from qgnn.activation import (
@@ -157,6 +158,10 @@ def test_codes_of_a_derivative_are_its_neighbors(alpha: float, seed: int | None)
     assert ((codes.double() - steps).abs() <= (0.5 if seed is None else 1) + 2.0**-14).all()
     assert (codes[exact == max(1.0, alpha)] == 255).all()
     assert (codes[exact == 0] == 0).all()
+
+
+def test_no_code_of_a_derivative_overflows() -> None:
+    assert_no_code_overflows(reference.activation, "cpu")
 
 
 def test_codes_of_derivatives_take_other_bits_than_dropout() -> None:
