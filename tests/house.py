@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 
-PRIMITIVES = ("quantize", "matmul", "spmm", "sddmm", "softmax", "attention", "blocks")
+PRIMITIVES = ("quantize", "matmul", "spmm", "sddmm", "softmax", "attention", "activation", "blocks")
 PAIRS = {"blocks": {"blocks_pack", "blocks_unpack"}}  # primitives of two directions, each a function
 FUSED = ("graph_linear",)  # ops of several primitives
 

@@ -9,7 +9,7 @@ from torch_geometric.nn.conv import APPNP
 
 from qgnn.config import QConfig
 from qgnn.graph import Graph
-from qgnn.nn._common import aggregate, operand, unrounded
+from qgnn.nn._common import aggregate, float_rows, operand
 from qgnn.nn._propagation import PropagationConv
 from qgnn.nn.epilogue import Epilogue
 from qgnn.qtensor import QTensor
@@ -81,7 +81,7 @@ class QAPPNP(PropagationConv, APPNP):
         drop = self.dropout if self.training else 0
         if drop > 0:
             graph, weight = _split(graph, x)
-        initial = unrounded(x)
+        initial = float_rows(x)
         out, rows = initial, x if len(x.shape) == 3 else operand(x, config)
         for _ in range(self.K):
             if weight is not None:
@@ -92,5 +92,5 @@ class QAPPNP(PropagationConv, APPNP):
 
 def _split(graph: Graph, x: Tensor | QTensor) -> tuple[Graph, Tensor]:
     """The edges, and their weights in the order in which PyG draws for them."""
-    weight = unrounded(x).new_ones(graph.num_edges) if graph.weight is None else graph.weight
+    weight = float_rows(x).new_ones(graph.num_edges) if graph.weight is None else graph.weight
     return graph.with_weight(None), graph.to_given_order(weight)

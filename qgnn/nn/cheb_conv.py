@@ -12,7 +12,7 @@ from torch_geometric.nn.conv import ChebConv
 from qgnn import functional
 from qgnn.config import QConfig
 from qgnn.graph import Graph, check_edge_index, check_edge_weight, identity, one_weight, to_edges
-from qgnn.nn._common import aggregate, initialize_lazy, operand, unrounded
+from qgnn.nn._common import aggregate, float_rows, initialize_lazy, operand
 from qgnn.nn._propagation import SUM, PropagationConv
 from qgnn.nn.epilogue import Epilogue
 from qgnn.qtensor import QTensor
@@ -101,7 +101,7 @@ class QChebConv(PropagationConv, ChebConv):
             total = term if total is None else total + term
             hop = aggregate(graph, rows, config=config)
             # beyond the first hop 2 hop - previous, in one pass
-            previous, current = current, hop if k == 1 else lerp(unrounded(previous), hop, 2.0)
+            previous, current = current, hop if k == 1 else lerp(float_rows(previous), hop, 2.0)
             rows = self._rounded(current, shared=k < len(others))
             term = functional.linear(rows, lin.weight, config=config)
         return self.finish(term, self.bias, residual=total)

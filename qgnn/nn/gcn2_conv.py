@@ -9,7 +9,7 @@ from torch_geometric.nn.conv import GCN2Conv
 
 from qgnn import functional
 from qgnn.config import QConfig
-from qgnn.nn._common import operand, unrounded
+from qgnn.nn._common import float_rows, operand
 from qgnn.nn._propagation import PropagationConv
 from qgnn.nn.epilogue import Epilogue
 from qgnn.qtensor import QTensor
@@ -87,7 +87,7 @@ class QGCN2Conv(PropagationConv, GCN2Conv):
         self.check_rows(x, batched=False)
         graph = self.normalized(x, edge_index, edge_weight)
         out = functional.spmm(graph, operand(x, config), reduce=reduce, config=config)
-        initial = unrounded(x_0)[: out.shape[0]].to(out.dtype)
+        initial = float_rows(x_0)[: out.shape[0]].to(out.dtype)
         if self.weight2 is None:
             out = self._mapped(lerp(out, initial, self.alpha), self.weight1)
         else:

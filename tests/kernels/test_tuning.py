@@ -27,7 +27,7 @@ def test_tiles_are_powers_of_two_that_the_hardware_takes(arch: int) -> None:
             ]
             gathers = [tuning.spmm_rows(width, other), tuning.sddmm(width, other), tuning.spmm_extremum(width, other)]
             hubs = [tuning.spmm_hubs(width, False), tuning.spmm_extremum_hubs(width)]
-            rows = [tuning.quantize(width), tuning.quantize_grad(width), tuning.masked_grad(width)]
+            rows = [tuning.quantize(width), tuning.quantize_grad(width), tuning.activation(width)]
             by_head = [
                 tuning.attention(other, width, hubs=hubs, tiles=tiles) for hubs in (False, True) for tiles in (1, 2)
             ]
@@ -67,7 +67,7 @@ def test_gradients_are_held_in_whole_rows() -> None:
     for width in WIDTHS:
         assert tuning.quantize_grad(width)["BLOCK_F"] >= width
         assert tuning.quantize_grad(width)["BLOCK_F"] % 8 == 0
-        assert tuning.masked_grad(width)["BLOCK_F"] % 8 == 0
+        assert tuning.activation(width)["BLOCK_F"] % 8 == 0
 
 
 def test_attention_holds_whole_heads_in_one_warp_if_it_can() -> None:
