@@ -46,7 +46,7 @@ def spmm(
     r"""Neighbor aggregation :math:`y_i = \sum_{j \to i} w_{ji} x_j`, or the mean, maximum or minimum of the same terms.
 
     Rows of ``x`` are rounded to codes before they are gathered, and so are the rows of a sum's gradient, with a scale
-    of their own; sums are fp32. Maximum and minimum are taken element by element; the gradient of each goes, float_rows,
+    of their own; sums are fp32. Maximum and minimum are taken element by element; the gradient of each goes, unrounded,
     to the one term that it came from, the first of equal ones. A node without incoming edges gets 0. ``edge_weight``
     may need a gradient.
 
@@ -187,7 +187,7 @@ def incidence_sum(
     What the gradient of :math:`e_{ji} = u_i + v_j` needs, for one. In `"Tango: Rethinking Quantization for Graph Neural
     Network Training on GPUs" <https://arxiv.org/abs/2308.00890>`_ it is the product of two operands in place of three;
     here :math:`B` is not even made: it is the permutation that sorts the edges. The gradient of an edge is the row of
-    its node, float_rows.
+    its node, unrounded.
 
     Args:
         graph: Edges; weights of theirs play no part.

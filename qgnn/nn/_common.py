@@ -85,18 +85,20 @@ def activate(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """``x`` plus a bias and other rows, behind an epilogue."""
-    x = x if residual is None else x + residual.to(x.dtype)
-    x = x if bias is None else x + bias.to(x.dtype)
+    """``x`` plus a bias and other rows, behind an epilogue, of ``x``'s type."""
     if epilogue is None:
-        return x
-    if epilogue.activation == "relu":
-        x = x.relu()
-    elif epilogue.activation == "leaky_relu":
-        x = nn.functional.leaky_relu(x, epilogue.negative_slope)
-    elif epilogue.activation == "elu":
-        x = nn.functional.elu(x, epilogue.alpha)
-    return nn.functional.dropout(x, epilogue.dropout, training) if epilogue.dropout else x
+        out = x if residual is None else x + residual
+        return (out if bias is None else out + bias).to(x.dtype)
+    return functional.activation(
+        x,
+        epilogue.activation,
+        epilogue.dropout if training else 0,
+        bias=bias,
+        residual=None if residual is None else residual.to(x.dtype),
+        negative_slope=epilogue.negative_slope,
+        alpha=epilogue.alpha,
+        config=config,
+    )
 
 
 def graph_for(conv: MessagePassing, edges: Any, num_sources: int, num_targets: int | None = None) -> Graph:

@@ -54,11 +54,6 @@ class Quantized:
         """The config of this call: in eval mode, rounding is to nearest."""
         return active_config(self.training, self.config)
 
-    @property
-    def note(self) -> str | None:
-        """What a summary says about this layer beyond its config, or None."""
-        return None
-
     def in_kernel(self) -> dict[str, Any]:
         """What of the epilogue a product or sum can apply itself, as its keyword arguments."""
         epilogue = self.epilogue

@@ -75,7 +75,7 @@ def test_the_epilogue_comes_behind_the_sum_and_the_normalization() -> None:
 
 @pytest.mark.parametrize("aggr", ["max", "min"])
 def test_a_maximum_of_codes_is_that_of_the_rounded_rows(aggr: str) -> None:
-    """The gradient goes, float_rows by the layer's sum, to the row that was taken: only the product's error is left."""
+    """The gradient goes, unrounded by the layer's sum, to the row that was taken: only the product's error is left."""
     x = torch.randn(N, 64, requires_grad=True)
     for weight in (None, (torch.rand(EDGES.shape[1]) + 0.1).requires_grad_()):
         conv = QGraphConv(64, 32, aggr=aggr, config=NEAREST)
