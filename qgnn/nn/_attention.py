@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -131,7 +130,8 @@ class AttentionConv(QuantizedConv):
         if len(pair) != 2 or pair[0] is None or (both and pair[1] is None):
             got = ", ".join("None" if rows is None else str(list(rows.shape)) for rows in pair)
             raise ValueError(
-                f"'{type(self).__name__}' expects node features as a tensor or a pair (x_source, x_target) (got ({got}))"
+                f"'{type(self).__name__}' expects node features as a tensor or a pair (x_source, x_target) (got "
+                f"({got}))"
             )
         return pair
 
@@ -172,7 +172,7 @@ class AttentionConv(QuantizedConv):
 
         Args:
             adjacency: Edges in any accepted form.
-            edge_attr: Features of the given edges; where there are none, rows that a matrix has for values are taken for them.
+            edge_attr: Features of the given edges; in place of ``None``, rows that a matrix has for values.
             num_nodes: Number of nodes that messages come from, and that they go to.
             num_loops: How many nodes get a self-loop, in place of those that edges have; ``None`` keeps the edges.
             fill_value: What the features of those are, as in PyG.
@@ -180,6 +180,11 @@ class AttentionConv(QuantizedConv):
         """
         reverse = self.flow == "target_to_source"
         kind = kind_of(adjacency)
+
+        def sort() -> Graph:
+            edge_index = to_edges(adjacency)[0]
+            return Graph.from_edge_index(edge_index.flip(0) if reverse else edge_index, num_nodes)
+
         if kind == "graph":
             check_num_nodes(adjacency, *(reversed(num_nodes) if reverse else num_nodes))
             if reverse or num_loops is not None:
@@ -192,6 +197,8 @@ class AttentionConv(QuantizedConv):
             value = to_edges(adjacency)[1]
             if edge_attr is None and value is not None and value.dim() == 2:  # as in PyG, other values are weights
                 edge_attr = self.checked_attr(value)
+            graph = cached(identity(adjacency, weights=False), ("edges of a matrix", num_nodes, reverse), sort)
+            return Edges(graph, edge_attr, adjacency)
         if kind == "edge_index" and num_loops is not None:
             return _with_loops(adjacency, edge_attr, num_nodes, num_loops, reverse, fill_value, exact)
         graph = graph_for(self, adjacency, *num_nodes)
@@ -214,7 +221,7 @@ def num_loops_of(num_nodes: tuple[int, int], x: tuple[Any, Any]) -> int:
     """How many nodes are on both ends of edges."""
     if x[0] is x[1]:
         return num_nodes[0]
-    return torch.sym_min(*num_nodes)  # type: ignore[no-any-return]
+    return torch.sym_min(*num_nodes)
 
 
 class LoopedEdges:
@@ -237,7 +244,8 @@ class LoopedEdges:
         check_edge_index(edge_index, num_sources, num_targets)
         self.num_loops, self.reverse, self.spare = num_loops, reverse, fixed_shape
         self.num_filled = num_sources if reverse else num_targets
-        self.kept = None
+        self.kept: Tensor | None = None
+        self._filled: Graph | None = None
         is_loop = edge_index[0] == edge_index[1]
         if fixed_shape:
             edge_index = torch.stack([edge_index[0], torch.where(is_loop, num_targets, edge_index[1])])
@@ -249,17 +257,19 @@ class LoopedEdges:
         edge_index = torch.cat([edge_index, node.expand(2, -1)], dim=1)
         self.graph = Graph.from_edge_index(edge_index, (num_sources, num_targets))
 
-    @cached_property
     def filled(self) -> Graph:
         """The edges by the node whose self-loop their features fill: the second one given, wherever messages flow.
         Those that do not count are behind all nodes."""
+        if self._filled is not None:
+            return self._filled
         source, target = (
             self.graph.incidence(side)[2][: self.graph.num_edges - self.num_loops] for side in ("source", "target")
         )
         node = source if self.reverse else target
         if self.spare:
             node = torch.where(target == self.graph.num_targets - 1, self.num_filled, node)
-        return Graph.from_edge_index(torch.stack([node, node]), self.num_filled + 1)
+        self._filled = Graph.from_edge_index(torch.stack([node, node]), self.num_filled + 1)
+        return self._filled
 
     def features(self, edge_attr: Tensor, fill_value: float | Tensor | str) -> Tensor:
         """Features of the given edges, and those of the self-loops, as PyG fills them in."""
@@ -267,11 +277,12 @@ class LoopedEdges:
         if not isinstance(fill_value, str):
             loops = compute_loop_attr(kept, kept, self.num_loops, False, fill_value)
         elif fill_value in ("add", "sum", "mean"):  # in fixed order, on every device
-            loops = functional.incidence_sum(self.filled, kept)[: self.num_loops]
+            filled = self.filled()
+            loops = functional.incidence_sum(filled, kept)[: self.num_loops]
             if fill_value == "mean":
-                loops = loops / self.filled.in_degree[: self.num_loops, None].clamp_min(1)
+                loops = loops / filled.in_degree[: self.num_loops, None].clamp_min(1)
         else:
-            ends = self.filled.incidence("target")[2].long().expand(2, -1)
+            ends = self.filled().incidence("target")[2].long().expand(2, -1)
             loops = compute_loop_attr(ends, kept, self.num_filled + 1, False, fill_value)[: self.num_loops]
         return torch.cat([kept, loops])
 
@@ -349,6 +360,8 @@ def score_product(x: Tensor | QTensor, codes: Tensor | QTensor, weight: Tensor) 
         weight: Of :func:`score_weight`.
     """
     value = x if isinstance(x, Tensor) else x.dequantize() if x.origin is None else x.origin
+    if torch.compiler.is_compiling():  # which decides what is kept
+        return value.to(weight.dtype) @ weight.t()
     if isinstance(codes, Tensor):
         return _ScoreProduct.apply(value, weight, value, None)
     return _ScoreProduct.apply(value, weight, codes.codes, codes.scale)

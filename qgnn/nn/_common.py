@@ -71,9 +71,10 @@ def activate(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """``x`` plus a bias and other rows, behind an epilogue."""
+    """``x`` plus a bias and other rows, behind an epilogue, of ``x``'s type."""
+    dtype = x.dtype
     x = x if residual is None else x + residual
-    x = x if bias is None else x + bias
+    x = (x if bias is None else x + bias).to(dtype)
     if epilogue is None:
         return x
     if epilogue.activation == "relu":

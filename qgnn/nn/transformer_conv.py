@@ -82,9 +82,7 @@ class QTransformerConv(AttentionConv, TransformerConv):
         epilogue: Epilogue | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight, **kwargs
-        )
+        super().__init__(in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight, **kwargs)
         self.configure(config, epilogue)
 
     def forward(
