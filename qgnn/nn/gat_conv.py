@@ -11,8 +11,9 @@ from torch_geometric.nn.conv import GATConv
 
 from qgnn import functional
 from qgnn.config import QConfig
-from qgnn.nn._attention import AttentionConv, num_loops_of, score_product, score_weight
+from qgnn.nn._attention import AttentionConv, score_product, score_weight
 from qgnn.nn._common import initialize_lazy
+from qgnn.nn._edges import num_loops_of
 from qgnn.nn.epilogue import Epilogue
 
 

@@ -11,8 +11,9 @@ from torch_geometric.nn.conv import TransformerConv
 
 from qgnn import functional
 from qgnn.config import QConfig
-from qgnn.nn._attention import AttentionConv, Edges
+from qgnn.nn._attention import AttentionConv
 from qgnn.nn._common import initialize_lazy
+from qgnn.nn._edges import Edges
 from qgnn.nn.epilogue import Epilogue
 
 

@@ -16,7 +16,7 @@ from layer_cases import assert_same_pass, kept_bytes, passes
 from layers import EDGE_DIM, attention
 from qgnn import Graph, QConfig, functional, trace
 from qgnn import nn as qnn
-from qgnn.nn._attention import LoopedEdges
+from qgnn.nn._edges import LoopedEdges
 
 K, M, H = 7, 12, 2
 NEAREST = QConfig(rounding="nearest")
