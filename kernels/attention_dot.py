@@ -25,7 +25,6 @@ from qgnn.kernels.attention_dot_backward import attention_dot_backward
 from qgnn.kernels.attention_launch import (
     check_width,
     contiguous,
-    dropout_arguments,
     empty_out,
     empty_slots,
     launch_rows,
@@ -48,6 +47,7 @@ from qgnn.kernels.attention_tiles import (
     store_weighted_sum,
     write_row,
 )
+from qgnn.kernels.epilogue import dropout_arguments
 from qgnn.kernels.rounding import load_seed
 from qgnn.kernels.spmm_plan import Plan, make_plan
 from torch import Tensor

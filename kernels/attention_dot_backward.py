@@ -23,7 +23,6 @@ import triton.language as tl
 from qgnn.kernels.attention_launch import (
     check_width,
     contiguous,
-    dropout_arguments,
     empty_records,
     empty_slots,
     gathered_rows,
@@ -48,6 +47,7 @@ from qgnn.kernels.attention_tiles import (
     sum_heads,
     sum_tiles,
 )
+from qgnn.kernels.epilogue import dropout_arguments
 from qgnn.kernels.rounding import load_seed, to_fp32
 from qgnn.kernels.spmm_plan import Plan, make_plan
 from torch import Tensor

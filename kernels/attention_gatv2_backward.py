@@ -23,7 +23,6 @@ from qgnn.kernels import tuning
 from qgnn.kernels.attention_launch import (
     check_width,
     contiguous,
-    dropout_arguments,
     empty_records,
     empty_slots,
     gathered_rows,
@@ -50,6 +49,7 @@ from qgnn.kernels.attention_tiles import (
     sum_heads,
     sum_tiles,
 )
+from qgnn.kernels.epilogue import dropout_arguments
 from qgnn.kernels.matmul_dw import add_partials
 from qgnn.kernels.rounding import load_seed
 from qgnn.kernels.spmm_plan import GROUP_ROWS, Plan, make_plan

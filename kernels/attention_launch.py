@@ -62,18 +62,6 @@ def empty_records(num_rows: int, fields: int, heads: int, device: torch.device) 
     return torch.empty((num_rows, triton.cdiv(fields * heads, 8) * 8), dtype=torch.float32, device=device)
 
 
-def dropout_arguments(dropout: Any) -> dict[str, Any]:
-    """The keyword arguments of a kernel that drops weights, of a :class:`qgnn.activation.Activation` or ``None``."""
-    threshold = 0 if dropout is None else dropout.threshold
-    return {
-        "dropout_seed_ptr": dropout.seed if threshold else None,
-        "dropout_stream": dropout.stream if threshold else 0,
-        "threshold": threshold,
-        "factor": float(dropout.factor) if threshold else 1.0,
-        "DROPOUT": threshold > 0,
-    }
-
-
 def check_width(name: str, heads: int, num_columns: int) -> int:
     """Columns of a head."""
     width = num_columns // max(1, heads)

@@ -57,17 +57,23 @@ def finish_rows(
             y *= factor
         passes = tl.broadcast_to(passes, (R, C))
         if HAS_MASK:
-            WIDTH: tl.constexpr = (F + 7) // 8
-            offs_byte = first_col // 8 + tl.arange(0, C // 8)
-            # A choice between constants: bits that are shifted into place become 8-bit shifts, five instructions each.
-            bits = tl.where(passes.reshape(R, C // 8, 8), (1 << tl.arange(0, 8))[None, None, :], 0)
-            tl.store(
-                mask_ptr + offs_n[:, None] * WIDTH + offs_byte[None, :],
-                tl.sum(bits, axis=2).to(tl.uint8),
-                mask=mask_n[:, None] & (offs_byte < WIDTH)[None, :],
-            )
+            store_mask(mask_ptr, passes, offs_n, mask_n, first_col, F, R, C)
         y = tl.where(passes, y, 0.0)
     return y
+
+
+@triton.jit
+def store_mask(mask_ptr, passes, offs_n, mask_n, first_col, F: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """The bits of a tile (bool [R, C]). ``C`` and ``first_col`` are multiples of 8."""
+    WIDTH: tl.constexpr = (F + 7) // 8
+    offs_byte = first_col // 8 + tl.arange(0, C // 8)
+    # A choice between constants: bits that are shifted into place become 8-bit shifts, five instructions each.
+    bits = tl.where(passes.reshape(R, C // 8, 8), (1 << tl.arange(0, 8))[None, None, :], 0)
+    tl.store(
+        mask_ptr + offs_n[:, None] * WIDTH + offs_byte[None, :],
+        tl.sum(bits, axis=2).to(tl.uint8),
+        mask=mask_n[:, None] & (offs_byte < WIDTH)[None, :],
+    )
 
 
 @triton.jit
@@ -83,23 +89,31 @@ def load_mask(mask_ptr, offs_n, mask_n, first_col, F: tl.constexpr, R: tl.conste
     return ((byte[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1).reshape(R, C) != 0
 
 
+def dropout_arguments(dropout: Any) -> dict[str, Any]:
+    """The keyword arguments of a kernel that drops what it reads or makes, of a :class:`qgnn.activation.Activation` or
+    ``None``."""
+    threshold = 0 if dropout is None else dropout.threshold
+    return {
+        "dropout_seed_ptr": dropout.seed if threshold else None,
+        "dropout_stream": dropout.stream if threshold else 0,
+        "threshold": threshold,
+        "factor": float(dropout.factor) if threshold else 1.0,
+        "DROPOUT": threshold > 0,
+    }
+
+
 def epilogue_arguments(activation: Any, *, bias: Tensor | None, row_factor: Tensor | None = None) -> dict[str, Any]:
     """The keyword arguments of a kernel that ends in :func:`finish_rows`, but for sizes and tiles.
 
     ``activation`` is a :class:`qgnn.activation.Activation` or ``None``."""
-    threshold = 0 if activation is None else activation.threshold
     mask = None if activation is None else activation.mask
     return {
+        **dropout_arguments(activation),
         "row_factor_ptr": None if row_factor is None else row_factor.contiguous(),
         "bias_ptr": None if bias is None else bias.contiguous(),
         "mask_ptr": mask,
-        "dropout_seed_ptr": activation.seed if threshold else None,
-        "dropout_stream": activation.stream if threshold else 0,
-        "threshold": threshold,
-        "factor": activation.factor if threshold else 1.0,
         "HAS_ROW_FACTOR": row_factor is not None,
         "HAS_BIAS": bias is not None,
         "RELU": activation is not None and activation.relu,
-        "DROPOUT": threshold > 0,
         "HAS_MASK": mask is not None,
     }

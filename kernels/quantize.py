@@ -2,21 +2,22 @@
 matrix; and the same of a gradient before an activation.
 
     x [N, F] fp32, fp16 or bf16, any strides  ->  x_q [N, F] int8, x_scale fp32 [N], [N, ceil(F / G)] or [1]
-    masked_grad [N, F] = grad * factor where the mask (uint8 [N, ceil(F / 8)]) has a bit, else 0
-    quantize_grad      = quantize(masked_grad) and the sums of its columns, fp32 [F]
+    quantize_grad = codes of grad * factor where the mask (uint8 [N, ceil(F / 8)]) has a bit and of 0 elsewhere, and the
+    sums of the columns, fp32 [F]
 
 Numerics: everything is fp32; scales, codes and random bits are those of ``qgnn.kernels.rounding``, equal in every bit
 to the plain PyTorch definition. Rounding is stochastic with a seed and to nearest without one; both are
 deterministic, and so are the sums: each program adds its rows, then their results are added in a fixed order. Rows of
 codes lie a multiple of 16 bytes apart, and what lies in the gap is undefined.
 
-Oracle: qgnn.reference.quantize, quantize_grad, masked_grad
+Oracle: qgnn.reference.quantize, quantize_grad
 """
 
 import torch
 import triton
 import triton.language as tl
 from qgnn.kernels import tuning
+from qgnn.kernels.activation import activation_backward
 from qgnn.kernels.epilogue import load_mask
 from qgnn.kernels.matmul_dw import add_partials
 from qgnn.kernels.memory import code_stride, column_offsets, empty_codes
@@ -245,7 +246,9 @@ def quantize_grad(
     N, F = grad.shape
     is_plain = mask is None and not sum_columns
     if is_plain or granularity != "row" or F > tuning.QUANTIZE_GRAD_MAX_COLUMNS or grad.numel() == 0:
-        wide = grad if mask is None else _masked_grad(grad, mask, factor, torch.float32)
+        wide = grad
+        if mask is not None:
+            wide, _ = activation_backward(grad, mask, factor=factor, out_dtype=torch.float32)
         codes, scale = quantize(wide, bits=bits, granularity=granularity, seed=seed, stream=stream)
         return codes, scale, wide.sum(0, dtype=torch.float32) if sum_columns else None
     codes = empty_codes(N, F, grad.device)
@@ -277,60 +280,3 @@ def quantize_grad(
             **config,
         )
         return codes, scale, None if partial is None else add_partials(partial)
-
-
-@triton.jit(do_not_specialize=["N", "factor"])
-def _masked_grad_kernel(
-    # outputs
-    out_ptr,
-    # inputs
-    grad_ptr,
-    mask_ptr,
-    # sizes
-    N,
-    F: tl.constexpr,
-    # strides
-    stride_gn: tl.constexpr,
-    stride_gf,
-    # scalars
-    factor,
-    # tiles
-    BLOCK_N: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-):
-    """One program owns a [BLOCK_N, BLOCK_F] tile."""
-    NUM_F: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
-    pid = tl.program_id(0)
-    offs_n = (pid // NUM_F).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = (pid % NUM_F) * BLOCK_F
-    offs_f = first + tl.arange(0, BLOCK_F)
-    mask_n = offs_n < N
-    grad = load_grad(grad_ptr, mask_ptr, offs_n, mask_n, first, factor, stride_gf, F, stride_gn, True, BLOCK_N, BLOCK_F)
-    mask = mask_n[:, None] & (offs_f < F)[None, :]
-    tl.store(out_ptr + offs_n[:, None] * F + offs_f[None, :], grad.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-def _masked_grad(grad: Tensor, mask: Tensor, factor: float, out_dtype: torch.dtype) -> Tensor:
-    N, F = grad.shape
-    out = torch.empty((N, F), dtype=out_dtype, device=grad.device)
-    if out.numel() == 0:
-        return out
-    config = tuning.masked_grad(F)
-    with torch.cuda.device_of(grad):
-        _masked_grad_kernel[(triton.cdiv(N, config["BLOCK_N"]) * triton.cdiv(F, config["BLOCK_F"]),)](
-            out_ptr=out,
-            grad_ptr=grad,
-            mask_ptr=mask,
-            N=N,
-            F=F,
-            stride_gn=grad.stride(0),
-            stride_gf=grad.stride(1),
-            factor=float(factor),
-            **config,
-        )
-    return out
-
-
-def masked_grad(grad: Tensor, mask: Tensor, factor: float = 1.0) -> Tensor:
-    """Gradient before an activation; the parameters are those of :func:`qgnn.reference.masked_grad`."""
-    return _masked_grad(grad, mask, factor, grad.dtype)

@@ -66,7 +66,7 @@ def quantize_grad_tiles(num_rows: int, block_n: int) -> int:
     return triton.cdiv(rows, block_n)
 
 
-def masked_grad(num_columns: int) -> Config:
+def activation(num_columns: int) -> Config:
     """Elementwise: 32 elements a thread, whose bits are one word."""
     block_f = _power_of_two(num_columns, 8, 512)
     return {"BLOCK_N": min(256, 4096 // block_f), "BLOCK_F": block_f, **_options(4)}

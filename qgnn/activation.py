@@ -1,8 +1,10 @@
-"""What a product or a sum applies to its rows before it writes them: ReLU, then dropout, and the bits that remember it.
+"""What is applied to rows before they are written: ReLU or another function, then dropout, and what remembers it.
 
 The backward pass needs one bit an element, not the rows: whether its gradient passes. Bit ``f % 8`` of byte ``f // 8``
 of a mask's row belongs to column ``f``; bits behind the last column are 0. An element is dropped if its 16 random bits,
 those of the rounding's hash, are below a threshold, so a probability is a multiple of ``2**-16``.
+
+Of ELU, whose slope has more than two values, a byte an element is kept, its slope over the largest there is.
 """
 
 from __future__ import annotations
@@ -10,6 +12,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import Tensor
+
+KINDS = ("none", "relu", "leaky_relu", "elu")
+LEVELS = 255  # the code of the largest derivative
 
 _STEPS = 1 << 16
 
@@ -50,3 +55,13 @@ def keep_factor(threshold: int) -> float:
 def mask_width(num_columns: int) -> int:
     """Bytes of a mask's row."""
     return (num_columns + 7) // 8
+
+
+def derivative_steps(alpha: float) -> float:
+    """What ELU's derivative is multiplied by for steps of which ``2**16`` are one code."""
+    return LEVELS * _STEPS / max(1.0, alpha)
+
+
+def derivative_size(alpha: float) -> float:
+    """The derivative that one step of its code stands for."""
+    return max(1.0, alpha) / LEVELS

@@ -10,6 +10,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _T = TypeVar("_T")
@@ -49,7 +50,7 @@ def cached(tensors: tuple[Any, ...], key: Hashable, build: Callable[[], _T], *, 
     """``build()``, remembered while all of ``tensors`` live unchanged.
 
     Writes that bypass autograd's version counter (through ``.data`` or a NumPy view) are not noticed. Tensors that need
-    a gradient, inference tensors and tensors seen by a compiler are never cached.
+    a gradient, inference tensors and tensors seen by a compiler or tracer are never cached.
 
     Args:
         tensors: What the result is made from; the first one owns the entry.
@@ -59,7 +60,7 @@ def cached(tensors: tuple[Any, ...], key: Hashable, build: Callable[[], _T], *, 
     """
     if torch.compiler.is_compiling() or not all(isinstance(t, Tensor) for t in tensors):
         return build()
-    if any(t.is_inference() or t.requires_grad for t in tensors):
+    if any(t.is_inference() or t.requires_grad or isinstance(t, FakeTensor) for t in tensors):
         return build()
     states = tuple(_state(t) for t in tensors)
     entries = _entries.setdefault(tensors[0], {})

@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 
-PRIMITIVES = ("quantize", "matmul", "spmm", "sddmm", "softmax", "attention", "blocks")
+PRIMITIVES = ("quantize", "matmul", "spmm", "sddmm", "softmax", "attention", "activation", "blocks")
 PAIRS = {"blocks": {"blocks_pack", "blocks_unpack"}}  # primitives of two directions, each a function
 FUSED = ("graph_linear",)  # ops of several primitives
 
 # Lowest first. A module imports from its own floor or a lower one.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
-    ("activation", "adjacency", "config", "formats", "qtensor", "rng", "trace", "weak_cache"),
+    ("activation", "adjacency", "autocast", "config", "formats", "qtensor", "rng", "trace", "weak_cache"),
     ("graph",),
     ("reference",),
     ("ops",),

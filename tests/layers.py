@@ -19,6 +19,7 @@ from qgnn import nn as qnn
 
 K, M = 7, 12  # columns in and out
 EDGE_DIM = 3
+NUM_RELATIONS = 4
 
 # What a pass takes behind the edges: (edge_index, num_nodes) -> arguments, those that need a gradient included.
 Args = Callable[[Tensor, int], tuple[Any, ...]]
@@ -38,9 +39,29 @@ def edge_attr(edge_index: Tensor, num_nodes: int) -> tuple[Any, ...]:
     return (torch.randn(edge_index.shape[1], EDGE_DIM).requires_grad_(),)
 
 
+def edge_type(edge_index: Tensor, num_nodes: int) -> tuple[Any, ...]:
+    """Relations of edges, one of them without any."""
+    return (torch.randint(NUM_RELATIONS - 1, edge_index.shape[1:]),)
+
+
+def initial_features(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A hook that gives GCNII's layer its initial features in front of the edges."""
+    return (args[0], args[0].detach().flip(0), *args[1:])
+
+
 def learned(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """Those of the arguments that need a gradient."""
     return tuple(t for t in args if isinstance(t, Tensor) and t.requires_grad)
+
+
+def constant_weight(edge_index: Tensor, num_nodes: int) -> tuple[Any, ...]:
+    """Positive weights, a column of them."""
+    return (torch.rand(edge_index.shape[1], 1) + 0.1,)
+
+
+def mlp(K: int, M: int) -> dict[str, Any]:
+    """Two dense layers, smooth in between: a ReLU there would flip with the rounding in front of it."""
+    return {"nn": nn.Sequential(nn.Linear(K, M), nn.Tanh(), nn.Linear(M, M))}
 
 
 @dataclass(frozen=True)
@@ -53,6 +74,9 @@ class Layer:
         args: What a pass takes behind the edges.
         sizes: Arguments of the constructor that are sizes, for columns in and out.
         build: Makes the arguments of the constructor that are modules, anew for each layer.
+        switched: Gradients behind a choice made from rounded values: the term of a maximum, the sign of a ReLU.
+        hook: What turns features, edges and further arguments of a pass into the layer's own, where these differ.
+        fails_on: Graphs on which PyG's layer raises an error; ours is held to be finite there.
         differences: Parameters whose gradients are differences of products as large as other gradients.
         vanishing: Parameters whose gradients are 0 but for rounding, whatever the inputs.
         kinked: Dense layers whose rows go through a kink.
@@ -63,12 +87,15 @@ class Layer:
     args: Args = no_args
     sizes: Callable[[int, int], tuple[Any, ...]] = lambda K, M: (K, M)
     build: Callable[[int, int], dict[str, Any]] = lambda K, M: {}
+    switched: tuple[str, ...] = ()
+    hook: Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]] | None = None
+    fails_on: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()
     vanishing: tuple[str, ...] = ()
     kinked: tuple[str, ...] = ()
 
     def theirs(self, K: int = K, M: int = M) -> nn.Module:
-        layer = getattr(pyg, self.name)(*self.sizes(K, M), **self.build(K, M), **self.options)
+        layer = self._hooked(getattr(pyg, self.name)(*self.sizes(K, M), **self.build(K, M), **self.options))
         for name, parameter in layer.named_parameters():
             if "bias" in name or name == "eps":
                 nn.init.normal_(parameter)  # PyG starts them at 0, which hides mistakes
@@ -76,7 +103,12 @@ class Layer:
 
     def ours(self, config: QConfig | None, K: int = K, M: int = M) -> nn.Module:
         cls = getattr(qnn, f"Q{self.name}")
-        return cls(*self.sizes(K, M), **self.build(K, M), **self.options, config=config)
+        return self._hooked(cls(*self.sizes(K, M), **self.build(K, M), **self.options, config=config))
+
+    def _hooked(self, layer: nn.Module) -> nn.Module:
+        if self.hook is not None:
+            layer.register_forward_pre_hook(self.hook)
+        return layer
 
     def pair(self, config: QConfig | None, K: int = K, M: int = M) -> tuple[nn.Module, nn.Module]:
         """PyG's layer and ours with equal parameters."""
@@ -94,6 +126,20 @@ class Layer:
         if not isinstance(arg, Tensor):
             return None
         return {0: edges if arg.shape[0] == num_edges else rows}
+
+
+def gcn2(args: Args = no_args, **options: Any) -> Layer:
+    """A layer with as many columns out as in."""
+    return Layer("GCN2Conv", {"alpha": 0.3, **options}, args, lambda K, M: (K,), hook=initial_features)
+
+
+def appnp(args: Args = no_args, **options: Any) -> Layer:
+    """A layer without sizes."""
+    return Layer("APPNP", {"K": 2, "alpha": 0.2, **options}, args, lambda K, M: ())
+
+
+def rgcn(**options: Any) -> Layer:
+    return Layer("RGCNConv", options, edge_type, lambda K, M: (K, M, NUM_RELATIONS))
 
 
 def attention(name: str, options: Mapping[str, Any], args: Args = no_args) -> Layer:
@@ -123,6 +169,42 @@ LAYERS: dict[str, Layer] = {
     "gcn/weighted": Layer("GCNConv", args=edge_weight),
     "gcn/no_normalize": Layer("GCNConv", {"normalize": False, "bias": False}),
     "gcn/reversed": Layer("GCNConv", {"flow": "target_to_source"}),
+    "sage": Layer("SAGEConv"),
+    "sage/narrow": Layer("SAGEConv", sizes=lambda K, M: (K, M // 3)),  # the product comes first
+    "sage/wide": Layer("SAGEConv", sizes=lambda K, M: (K, 2 * K)),  # the aggregation comes first
+    "sage/sum": Layer("SAGEConv", {"aggr": "sum"}),
+    "sage/max": Layer("SAGEConv", {"aggr": "max"}, switched=("dx",)),
+    "sage/min": Layer("SAGEConv", {"aggr": "min", "root_weight": False}, switched=("dx",)),
+    "sage/normalize": Layer("SAGEConv", {"normalize": True}),
+    "sage/project": Layer("SAGEConv", {"project": True}, switched=("dx", "dlin.weight", "dlin.bias")),
+    "sage/no_root": Layer("SAGEConv", {"root_weight": False}),
+    "sage/no_bias": Layer("SAGEConv", {"bias": False}),
+    "sage/reversed": Layer("SAGEConv", {"flow": "target_to_source"}),
+    "graph": Layer("GraphConv"),
+    "graph/weighted": Layer("GraphConv", args=edge_weight),
+    "graph/wide": Layer("GraphConv", {"bias": False}, args=edge_weight, sizes=lambda K, M: (K, 2 * K)),
+    "graph/mean": Layer("GraphConv", {"aggr": "mean"}, args=constant_weight),
+    "graph/max": Layer("GraphConv", {"aggr": "max"}, args=edge_weight, switched=("dx", "dextra0")),
+    "gin": Layer("GINConv", {"eps": 0.5}, sizes=lambda K, M: (), build=mlp),
+    "gin/train_eps": Layer("GINConv", {"train_eps": True, "aggr": "mean"}, sizes=lambda K, M: (), build=mlp),
+    "gine": Layer(
+        "GINEConv",
+        {"train_eps": True, "edge_dim": EDGE_DIM},
+        edge_attr,
+        sizes=lambda K, M: (),
+        build=mlp,
+        switched=("dx", "dlin.weight", "dlin.bias", "dextra0"),
+    ),
+    "gcn2": gcn2(theta=0.5, layer=1),
+    "gcn2/weighted": gcn2(edge_weight, theta=0.5, layer=2, shared_weights=False),
+    "sg": Layer("SGConv", {"K": 2}),
+    "appnp": appnp(),
+    "appnp/weighted": appnp(edge_weight, add_self_loops=False),
+    "cheb": Layer("ChebConv", {"K": 3}, fails_on=("no_nodes",)),
+    "cheb/weighted": Layer("ChebConv", {"K": 2, "normalization": "rw"}, edge_weight, fails_on=("no_nodes",)),
+    "rgcn": rgcn(),
+    "rgcn/bases": rgcn(num_bases=2, aggr="add"),
+    "rgcn/max": rgcn(aggr="max", root_weight=False, bias=False),
     "gat": attention("GATConv", {"heads": 4, "residual": True}),
     "gat/mean_of_heads": attention(
         "GATConv", {"heads": 4, "concat": False, "bias": False, "add_self_loops": False, "negative_slope": 0.1}

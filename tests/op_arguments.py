@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import qgnn.ops.activation
 import qgnn.ops.attention
 import qgnn.ops.attention_dot
 import qgnn.ops.attention_gatv2
@@ -56,9 +57,18 @@ def arguments_of(name: str) -> dict[str, Any]:
     needs_edges = {"needs_dattr": True, "needs_dweight": True}
     both = {"needs_dx": True, "needs_dweight": True}
     epilogue = {"relu": True, "threshold": 9, "dropout_seed": torch.tensor([2]), "keep_mask": True, "x_float": None}
+    no_relu = {name: epilogue[name] for name in ("threshold", "dropout_seed")}
     behind = {"mask": torch.zeros(T, 1, dtype=torch.uint8), "threshold": 9, "needs_db": True}
     csr = {"indptr": GRAPH.csr.indptr.clone(), "index": GRAPH.csr.index.clone()}
     made: dict[str, Callable[[], dict[str, Any]]] = {
+        "activation": lambda: {
+            **{"x": torch.randn(S, F), "bias": torch.rand(F), "residual": torch.randn(S, F), "seed": torch.tensor([1])},
+            **{"kind": "elu", "slope": 1.5, "keep_codes": True, **no_relu, "keep": True},
+        },
+        "activation_backward": lambda: {
+            **{"grad": torch.randn(S, F), "mask": torch.zeros(S, 1, dtype=torch.uint8), "derivative": None},
+            **{"kind": "leaky_relu", "slope": 0.1, "needs_db": True, "threshold": 9, "dropout_seed": torch.tensor([2])},
+        },
         "quantize": lambda: {"x": torch.randn(S, F), **rounding(), "block_size": 4},
         "matmul": lambda: {
             **{**rows, "weight": torch.randn(H, F), "bias": torch.randn(H)},

@@ -79,6 +79,7 @@ def test_every_operator_has_a_fake() -> None:
         assert ops.blocks_unpack(*packed, 2, x.numel(), torch.float32, None, 0, None, 0).shape == (x.numel(),)
         for out in (
             functional.linear(x, theta, bias, config=config),
+            functional.activation(theta.t(), "elu", bias=bias, residual=theta.t(), config=config),
             functional.spmm(graph, x, weight, config=config),
             functional.spmm(graph, x, weight, "max", config=config),
             functional.graph_linear(graph, x, theta, bias, weight, config=config),
@@ -142,7 +143,7 @@ class _Launches:
 
 def _run_kernels(num_rows: int, num_edges: int, width: int, num_outputs: int, device: str) -> list[tuple[Any, Any]]:
     """Each launcher once in every variant, beside the reference: ``[(kernel's result, expected), ...]``."""
-    from qgnn.kernels import attention, blocks, matmul, quantize, sddmm, softmax, spmm
+    from qgnn.kernels import activation, attention, blocks, matmul, quantize, sddmm, softmax, spmm
 
     codes = torch.randint(-127, 128, (num_rows, width), dtype=torch.int8, device=device)
     grad = torch.randint(-127, 128, (num_rows, num_outputs), dtype=torch.int8, device=device)
@@ -170,7 +171,8 @@ def _run_kernels(num_rows: int, num_edges: int, width: int, num_outputs: int, de
         (matmul, "quantize_matmul", (x, theta, theta_scale), {"seed": seed}),
         (matmul, "quantize_matmul_requantize", (x, theta, theta_scale), {"seed": seed}),
         (quantize, "quantize_grad", (x,), {**behind, "sum_columns": True, "seed": seed}),
-        (quantize, "masked_grad", (x,), behind),
+        (activation, "activation", (x, None, x), {"kind": "elu", "slope": 0.5}),
+        (activation, "activation_backward", (x,), {**behind, "sum_columns": True}),
         (spmm, "spmm_extremum", (indptr, index, codes), {"x_scale": scale}),
         (spmm, "spmm", (indptr, index, codes), {"x_scale": scale}),
         (spmm, "spmm_requantize", (indptr, index, codes), {"x_scale": scale, "seed": seed}),

@@ -2,14 +2,22 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dense import WIDTHS
 from qgnn import reference, rng
-from qgnn.activation import Activation, dropout_threshold, keep_factor, mask_width
-from qgnn.reference.activation import _pack, _unpack, activate
-from statistics_checks import assert_plausible, correlation_z
+from qgnn.activation import (
+    Activation,
+    derivative_size,
+    derivative_steps,
+    dropout_threshold,
+    keep_factor,
+    mask_width,
+)
+from qgnn.reference.activation import _exponential, _pack, _unpack, activate
+from statistics_checks import EPS, assert_plausible, correlation_z
 
 
 def activation(width: int, num_rows: int = 9, relu: bool = True, p: float = 0.0, seed: int = 1) -> Activation:
@@ -39,7 +47,7 @@ def test_relu_is_that_of_torch(width: int, dtype: torch.dtype) -> None:
     a, upstream = activation(width), torch.randn(9, width).to(dtype)
     y.relu().backward(upstream)
     torch.testing.assert_close(activate(y.detach(), a), y.detach().relu(), rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(reference.masked_grad(upstream, a.mask), y.grad)
+    assert torch.equal(reference.activation_backward(upstream, a.mask)[0], y.grad)
 
 
 @pytest.mark.parametrize("relu", [False, True])
@@ -54,7 +62,7 @@ def test_what_is_kept_is_scaled_so_that_the_mean_stays(relu: bool, p: float) -> 
     share, n = kept[counted].double().mean(), int(counted.sum())
     assert_plausible([(share - (1 - p)) / (p * (1 - p) / n) ** 0.5], "share of kept elements")
     upstream = torch.randn(400, 33)
-    gradient = reference.masked_grad(upstream, a.mask, a.factor)
+    gradient = reference.activation_backward(upstream, a.mask, factor=a.factor)[0]
     assert torch.equal(gradient != 0, kept & (upstream != 0))
     torch.testing.assert_close(gradient[kept], upstream[kept] / (1 - p))
 
@@ -94,10 +102,83 @@ def test_quantize_grad_is_quantize_of_the_masked_gradient(granularity: str, mask
     grad, a = torch.randn(9, 13), activation(13, p=0.3)
     activate(torch.randn(9, 13), a)
     mask, factor = (a.mask, a.factor) if masked else (None, 1.0)
-    expected = reference.masked_grad(grad, a.mask, factor) if masked else grad
+    expected = reference.activation_backward(grad, a.mask, factor=factor)[0] if masked else grad
     options = {"bits": 5, "granularity": granularity, "seed": rng.make_seed(3), "stream": 3}
     codes, scale, sums = reference.quantize_grad(grad, mask=mask, factor=factor, sum_columns=True, **options)
     for actual, wanted in zip((codes, scale), reference.quantize(expected, **options), strict=True):
         assert torch.equal(actual, wanted)
     torch.testing.assert_close(sums, expected.sum(0))
     assert reference.quantize_grad(grad, **options)[2] is None
+
+
+def test_exponentials_are_within_four_roundings() -> None:
+    """With x = n ln 2 + r, |r| < 0.35: q = e^r - 1 is off by less than two roundings of |q| < 0.42, and by 0.38 where
+    n < 0, as r is rounded itself. So (q + 1) 2^n is off by 1.2 and one each for sum and product; q 2^n + (2^n - 1),
+    which is 0.29 at least where n < 0, by 2.8 and one for the sum."""
+    x = torch.cat([-torch.logspace(-40, 1.9, 200_000, dtype=torch.float64).float(), -87 * torch.rand(200_000)])
+    for ours, exact in zip(_exponential(x), (x.double().exp(), x.double().expm1()), strict=True):
+        assert ((ours.double() - exact).abs() <= 4 * EPS * exact.abs()).all()
+    grown, less_one = _exponential(torch.tensor([0.0, -0.0, 5.0, -88.0, -1e30, -torch.inf]))
+    assert grown.tolist() == [1, 1, 1, 0, 0, 0]
+    assert less_one.tolist() == [0, 0, 0, -1, -1, -1]
+
+
+ALPHAS = pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0, 1.3, 1e30])
+
+
+@ALPHAS
+def test_elu_is_that_of_torch(alpha: float) -> None:
+    """To within five roundings, of which the last is the product with alpha, or one step of denormals."""
+    x = torch.cat(
+        [5 * torch.randn(9, 70), torch.tensor([0.0, -1e-9, -1e-39, 1e-39, torch.inf, -torch.inf]).expand(9, 6)], 1
+    )
+    derivative = torch.empty(x.shape)
+    y = reference.activation(x, kind="elu", slope=alpha, derivative=derivative)
+    leaf = x.double().requires_grad_()
+    exact = F.elu(leaf, float(torch.tensor(alpha)))
+    (slope,) = torch.autograd.grad(exact.sum(), leaf)
+    assert ((y - exact).abs() <= 5 * EPS * exact.abs() + 2.0**-149)[x.isfinite()].all()
+    assert torch.equal(y[:, -2:], F.elu(x[:, -2:], alpha))
+    assert ((derivative - slope).abs() <= 5 * EPS * slope.abs() + 2.0**-126).all()
+
+
+@ALPHAS
+@pytest.mark.parametrize("seed", [None, 3])
+def test_codes_of_a_derivative_are_its_neighbors(alpha: float, seed: int | None) -> None:
+    """... among 256 values from 0 to the largest one: to nearest off by half a step, else by less than one, both but
+    for the rounding of the product. The largest are met whatever is drawn."""
+    x = torch.cat([torch.randn(300, 33), torch.zeros(300, 1), torch.full((300, 1), -1e-9)], 1)
+    exact, codes = torch.empty(x.shape), torch.empty(x.shape, dtype=torch.uint8)
+    options = {"kind": "elu", "slope": alpha, "steps": derivative_steps(alpha)}
+    rounding = {"seed": None if seed is None else rng.make_seed(seed), "stream": 8}
+    y = reference.activation(x, derivative=exact, **options)
+    assert torch.equal(y, reference.activation(x, derivative=codes, **options, **rounding))
+    steps = exact.double() / derivative_size(alpha)
+    assert ((codes.double() - steps).abs() <= (0.5 if seed is None else 1) + 2.0**-14).all()
+    assert (codes[exact == max(1.0, alpha)] == 255).all()
+    assert (codes[exact == 0] == 0).all()
+
+
+def test_codes_of_derivatives_take_other_bits_than_dropout() -> None:
+    """One seed serves both."""
+    seed, x = rng.make_seed(5), torch.full((2000, 64), -1.0)
+    kept = activate(torch.ones(2000, 64), Activation(False, 1 << 15, seed, 6, None)) != 0
+    codes = torch.empty(x.shape, dtype=torch.uint8)
+    options = {"kind": "elu", "slope": 1.0, "steps": derivative_steps(1.0), "derivative": codes}
+    reference.activation(x, **options, seed=seed, stream=8)
+    rounded_up = codes > codes.min()
+    share = rounded_up.double().mean()
+    both = (rounded_up & kept).double().mean() / kept.double().mean()
+    assert_plausible([(both - share) / (share * (1 - share) / kept.sum()) ** 0.5], "rounding among what is kept")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_leaky_relu_is_that_of_torch(dtype: torch.dtype) -> None:
+    x, upstream = torch.randn(9, 13).to(dtype).requires_grad_(), torch.randn(9, 13).to(dtype)
+    x.data[0, 0], x.data[1, 0] = float("nan"), 0.0
+    expected = F.leaky_relu(x, 0.2)
+    expected.backward(upstream)
+    mask = torch.full((9, 2), 77, dtype=torch.uint8)
+    y = reference.activation(x.detach(), kind="leaky_relu", slope=0.2, mask=mask)
+    torch.testing.assert_close(y, expected.detach(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(reference.activation_backward(upstream, mask, slope=0.2)[0], x.grad)

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from qgnn.kernels.activation import activation, activation_backward
 from qgnn.kernels.blocks import blocks_pack, blocks_unpack
 from qgnn.kernels.matmul import matmul, matmul_dw, matmul_requantize, quantize_matmul, quantize_matmul_requantize
 from qgnn.kernels.memory import empty_codes
-from qgnn.kernels.quantize import masked_grad, quantize, quantize_grad
+from qgnn.kernels.quantize import quantize, quantize_grad
 from qgnn.kernels.sddmm import sddmm
 from qgnn.kernels.softmax import attention_scores, attention_scores_backward, softmax, softmax_backward
 from qgnn.kernels.spmm import spmm, spmm_extremum, spmm_requantize
@@ -55,6 +56,9 @@ class _Inputs:
     def mask(self, width: int) -> Tensor:
         return torch.full((self.num_nodes, mask_width(width)), 255, dtype=torch.uint8, device=self.device)
 
+    def bytes(self, width: int) -> Tensor:
+        return torch.full((self.num_nodes, width), 255, dtype=torch.uint8, device=self.device)
+
     def activation(self, width: int) -> Activation:
         return Activation(relu=True, threshold=1 << 15, seed=self.seed, stream=1, mask=self.mask(width))
 
@@ -82,7 +86,34 @@ def _quantize_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
         "quantize_grad/fp32/F128": lambda: quantize_grad(made.rows(128), mask=made.mask(128), **behind),
         "quantize_grad/bf16/F256": lambda: quantize_grad(made.rows(256, bf16), mask=made.mask(256), **behind),
         "quantize_grad/fp32/F100/unmasked": lambda: quantize_grad(made.rows(100), **behind),
-        "masked_grad/fp32/F128": lambda: masked_grad(made.rows(128), made.mask(128), 2.0),
+    }
+
+
+def _activation_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
+    bf16, drop = torch.bfloat16, made.activation(128)._replace(relu=False, mask=None)
+    elu: dict[str, Any] = {"kind": "elu", "slope": 1.0, "steps": 255 * 65536.0, "seed": made.seed}
+
+    def forward(width: int, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
+        rows = made.rows(width, dtype)
+        return activation(rows, made.vector(width), rows, dropout=drop, stream=8, **options)
+
+    def backward(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+        return activation_backward(made.rows(128, dtype), factor=2.0, **options)
+
+    return {
+        "activation/fp32/F128/relu": lambda: forward(128, kind="relu", mask=made.mask(128)),
+        "activation/bf16/F256/leaky_relu": lambda: forward(
+            256, bf16, kind="leaky_relu", slope=0.01, mask=made.mask(256)
+        ),
+        "activation/fp32/F128/elu/codes": lambda: forward(128, derivative=made.bytes(128), **elu),
+        "activation/bf16/F128/elu": lambda: forward(128, bf16, derivative=made.rows(128, bf16), **elu),
+        "activation_backward/fp32/F128/relu": lambda: backward(mask=made.mask(128), sum_columns=True),
+        "activation_backward/fp32/F128/relu/no_sums": lambda: backward(mask=made.mask(128)),
+        "activation_backward/bf16/F128/leaky_relu": lambda: backward(
+            bf16, mask=made.mask(128), slope=0.01, dropout=drop, sum_columns=True
+        ),
+        "activation_backward/fp32/F128/elu/codes": lambda: backward(derivative=made.bytes(128), sum_columns=True),
+        "activation_backward/bf16/F128/elu": lambda: backward(bf16, derivative=made.rows(128, bf16), sum_columns=True),
     }
 
 
@@ -258,6 +289,7 @@ def make_cases(device: torch.device, num_nodes: int) -> dict[str, Callable[[], A
     made = _Inputs(device, num_nodes)
     return {
         **_quantize_cases(made),
+        **_activation_cases(made),
         **_matmul_cases(made),
         **_spmm_cases(made),
         **_softmax_cases(made),
@@ -275,7 +307,8 @@ MAIN = {
     "blocks_unpack/fp32/F128/int2/projection16/G128",
     "quantize/fp32/F128",
     "quantize_grad/fp32/F128",
-    "masked_grad/fp32/F128",
+    "activation/fp32/F128/elu/codes",
+    "activation_backward/fp32/F128/relu",
     "matmul/fp32/K128/M256",
     "matmul_requantize/K128/M256",
     "matmul_dw/K128/M256",

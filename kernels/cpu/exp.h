@@ -4,26 +4,33 @@
 
 #include "common.h"
 
-/* e^x in fp32. With x = n ln 2 + r, |r| <= ln 2 / 2, it is p(r) * 2^n: p from Cephes' expf, of degree 7.
- *
- * At most 1 ulp away, and exact at 0; where the result is denormal, at most one step of denormals away. Like expf,
- * it is inf from 88.7228 on, 0 below -103.98 (and at -inf), and NaN at NaN. */
-INLINE float exp_fp32(float x) {
+/* e^r - 1 of x = n ln 2 + r, |r| <= ln 2 / 2, and n: by Cephes' expf, of degree 7. */
+INLINE float exp_reduced(float x, int32_t *n) {
     const float rounder = 0x1.8p23f; /* added to a small number, it leaves the nearest integer in the low bits */
-    x = x > 89.0f ? 89.0f : x;
-    x = x < -104.0f ? -104.0f : x;
     const float shifted = x * 1.44269504088896341f + rounder;
-    const float n = shifted - rounder;
-    const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f; /* ln 2 in two parts: the first product is exact */
+    const float whole = shifted - rounder;
+    const float r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f; /* ln 2 in two parts: the first is exact */
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = (p * (r * r) + r) + 1.0f;
+    *n = (int32_t)(bits_of(shifted) - 0x4B400000u);
+    return p * (r * r) + r;
+}
+
+/* e^x in fp32.
+ *
+ * At most 1 ulp away, and exact at 0; where the result is denormal, at most one step of denormals away. Like expf,
+ * it is inf from 88.7228 on, 0 below -103.98 (and at -inf), and NaN at NaN. */
+INLINE float exp_fp32(float x) {
+    x = x > 89.0f ? 89.0f : x;
+    x = x < -104.0f ? -104.0f : x;
+    int32_t exponent;
+    const float p = exp_reduced(x, &exponent) + 1.0f;
     /* 2^n in two factors, as neither 2^128 nor 2^-150 is a normal number. */
-    const int32_t exponent = (int32_t)(bits_of(shifted) - 0x4B400000u), half = exponent >> 1;
+    const int32_t half = exponent >> 1;
     return p * float_of((uint32_t)(half + 127) << 23) * float_of((uint32_t)(exponent - half + 127) << 23);
 }
 

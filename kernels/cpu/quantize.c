@@ -1,5 +1,5 @@
 /* Absmax quantization of a matrix [N, F] to int8 codes.
- * Oracle: qgnn.reference.quantize, quantize_grad, masked_grad. */
+ * Oracle: qgnn.reference.quantize, quantize_grad. */
 
 #include "epilogue.h"
 
@@ -41,16 +41,6 @@ EXPORT void qgnn_quantize_tensor(
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t n = 0; n < N; n++)
         round_columns(codes + n * F, x + n * stride_x, n, 0, F, pairs, steps, rule);
-}
-
-/* The gradient before an activation. */
-EXPORT void qgnn_quantize_masked_grad(
-    float *out, const float *grad, const uint8_t *mask, float factor, int64_t N, int64_t F, int64_t stride_grad,
-    int64_t threads
-) {
-    threads = useful_threads(N * F, threads);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t n = 0; n < N; n++) mask_row(out + n * F, grad + n * stride_grad, mask + n * mask_width(F), factor, F);
 }
 
 /* Codes of the gradient before an activation, a scale a row. `mask` and `sums` may be null; sums of columns go to

@@ -6,10 +6,11 @@ it lies in the first-level cache.
 Of a gradient, ``quantize_grad`` also makes the way back through an activation and the sums of the columns, the gradient
 of a bias, in the same pass; these sums are added up in 16 parts of the rows, in order.
 
-Oracle: qgnn.reference.quantize, quantize_grad, masked_grad
+Oracle: qgnn.reference.quantize, quantize_grad
 """
 
 import torch
+from qgnn.kernels.cpu.activation import activation_backward
 from qgnn.kernels.cpu.library import PARTS, empty_codes, launch, rows_of, stream_key
 from torch import Tensor
 
@@ -42,14 +43,6 @@ def quantize(
     return codes, scale
 
 
-def masked_grad(grad: Tensor, mask: Tensor, factor: float = 1.0) -> Tensor:
-    """Gradient before an activation, [N, F] of ``grad``'s type."""
-    out = torch.empty(grad.shape)
-    rows = rows_of(grad, torch.float32)
-    launch("qgnn_quantize_masked_grad", out, rows, mask, float(factor), *grad.shape, rows.stride(0))
-    return out.to(grad.dtype)
-
-
 def quantize_grad(
     grad: Tensor,
     *,
@@ -64,7 +57,9 @@ def quantize_grad(
     """Codes and scale of the gradient before an activation, and the sums of its columns if they are wanted."""
     N, F = grad.shape
     if granularity != "row" or N * F == 0:
-        wide = grad.float() if mask is None else masked_grad(grad.float(), mask, factor)
+        wide = grad.float()
+        if mask is not None:
+            wide, _ = activation_backward(wide, mask, factor=factor)
         codes, scale = quantize(wide, bits=bits, granularity=granularity, seed=seed, stream=stream)
         return codes, scale, wide.sum(0) if sum_columns else None
     codes, scale = empty_codes(N, F), torch.empty(N)

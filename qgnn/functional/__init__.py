@@ -5,12 +5,14 @@ torch's generator). Edges run from ``edge_index[0]`` (source) to ``edge_index[1]
 :class:`qgnn.Graph` or whatever PyG takes as edges.
 """
 
+from qgnn.functional.activation import activation
 from qgnn.functional.attention import attention, attention_dot, attention_gatv2
 from qgnn.functional.dense import dequantize, linear, quantize
 from qgnn.functional.edges import attention_weights, edge_softmax, sddmm
 from qgnn.functional.sparse import graph_linear, incidence_sum, spmm
 
 __all__ = [
+    "activation",
     "attention",
     "attention_dot",
     "attention_gatv2",

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from qgnn import ops, trace
-from qgnn.activation import keep_factor
 from qgnn.autocast import without_autocast
 from qgnn.config import QConfig, check_config, check_product_config
 from qgnn.formats import Int
 from qgnn.functional._checks import (
-    Epilogue,
     check_float,
     check_product,
     codes_or_rows,
@@ -22,7 +20,6 @@ from qgnn.functional._checks import (
     keeps_codes,
 )
 from qgnn.qtensor import QTensor
-from qgnn.rng import random_bits16, stream_key
 
 
 def quantize(
@@ -112,8 +109,8 @@ def linear(
             is one bit an element.
         dropout: Probability that an element of ``y`` is dropped after that, in steps of ``2**-16``. In evaluation, give
             0.
-        config: How to quantize; ``None`` is :func:`torch.nn.functional.linear` in ``x``'s type, and torch's functions
-            behind it.
+        config: How to quantize; ``None`` is :func:`torch.nn.functional.linear` in ``x``'s type, and a second pass for
+            what is behind.
         seed: Seed of stochastic rounding and dropout.
 
     Shapes:
@@ -137,7 +134,11 @@ def linear(
             y = torch.nn.functional.linear(value, weight, bias)
         if not torch.compiler.is_compiling() and trace.recording():
             trace.report("matmul.forward", str(y.dtype).removeprefix("torch."), "torch", (value, weight, bias, y))
-        return _apply(y, epilogue_of("linear", activation, dropout, seed, y))
+        relu, threshold, dropout_seed, keep = epilogue_of("linear", activation, dropout, seed, y)
+        if not (relu or threshold):
+            return y
+        rows, kind = y.reshape(prod(y.shape[:-1]), y.shape[-1]), "relu" if relu else "none"
+        return ops.activation(rows, *(None,) * 3, dropout_seed, kind, 0.0, threshold, keep, False)[0].view(y.shape)
     codes_or_x, scale, origin = codes_or_rows("linear", x)
     rows = codes_or_x.reshape(prod(codes_or_x.shape[:-1]), codes_or_x.shape[-1])
     x_float = None if origin is None else origin.reshape(rows.shape)
@@ -160,17 +161,3 @@ def _values(x: QTensor) -> Tensor:
     """What the codes stand for, with the gradient of what they were made of."""
     value = x.dequantize()
     return value if x.origin is None else x.origin + (value - x.origin).detach()
-
-
-def _apply(y: Tensor, epilogue: Epilogue) -> Tensor:
-    """ReLU and dropout after a product of torch's own, with the same random bits as in the fused kernels."""
-    if epilogue.relu:
-        y = y.relu()
-    if epilogue.dropout_seed is None:
-        return y
-    rows = y.reshape(prod(y.shape[:-1]), y.shape[-1])
-    kept = (
-        random_bits16(0, rows.shape[0], rows.shape[1], epilogue.dropout_seed ^ stream_key(ops.STREAM_DROPOUT))
-        >= epilogue.threshold
-    )
-    return torch.where(kept.view(y.shape), y * keep_factor(epilogue.threshold), 0)

@@ -13,7 +13,7 @@ from qgnn import functional
 from qgnn.autocast import without_autocast
 from qgnn.config import QConfig
 from qgnn.graph import Graph, check_num_nodes, identity, kind_of, to_edges
-from qgnn.nn._common import graph_for, initialize_lazy, operand
+from qgnn.nn._common import float_rows, graph_for, initialize_lazy, operand
 from qgnn.nn._edges import Edges, edges_with_loops, given_edges, matrix_with_loops
 from qgnn.nn._layer import QuantizedConv
 from qgnn.nn.epilogue import Epilogue
@@ -197,7 +197,7 @@ def score_product(x: Tensor | QTensor, codes: Tensor | QTensor, weight: Tensor) 
         codes: The same as the other products take them.
         weight: Of :func:`score_weight`.
     """
-    value = x if isinstance(x, Tensor) else x.dequantize() if x.origin is None else x.origin
+    value = float_rows(x)
     if torch.compiler.is_compiling():  # which decides what is kept
         return value.to(weight.dtype) @ weight.t()
     if isinstance(codes, Tensor):

@@ -55,10 +55,24 @@ def operand(x: Tensor | QTensor, config: QConfig | None, *, shared: bool = False
         return x
     constant = not x.requires_grad and (torch.is_grad_enabled() or not config.stochastic)
     if constant and config.save == "int8":
-        key = ("codes", config.bits, config.granularity)
-        return cached((x,), key, lambda: functional.quantize(x, active_config(False, config)))
+        nearest = active_config(False, config)
+        if _is_recorded(x):
+            return functional.quantize(x, nearest)
+        return cached((x,), ("codes", config.bits, config.granularity), lambda: functional.quantize(x, nearest))
     if shared and (config.save == "int8" or not torch.is_grad_enabled()):
         return functional.quantize(x, config, straight_through=True)
+    return x
+
+
+def _is_recorded(x: Tensor) -> bool:
+    """Whether a CUDA graph is being made, whose replays find other values in the memory of ``x``."""
+    return not torch.compiler.is_compiling() and x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def float_rows(x: Tensor | QTensor) -> Tensor:
+    """``x`` in full precision: what codes were made of, where that needs a gradient, else what they stand for."""
+    if isinstance(x, QTensor):
+        return x.dequantize() if x.origin is None else x.origin
     return x
 
 
@@ -72,18 +86,19 @@ def activate(
     residual: Tensor | None = None,
 ) -> Tensor:
     """``x`` plus a bias and other rows, behind an epilogue, of ``x``'s type."""
-    dtype = x.dtype
-    x = x if residual is None else x + residual
-    x = (x if bias is None else x + bias).to(dtype)
     if epilogue is None:
-        return x
-    if epilogue.activation == "relu":
-        x = x.relu()
-    elif epilogue.activation == "leaky_relu":
-        x = nn.functional.leaky_relu(x, epilogue.negative_slope)
-    elif epilogue.activation == "elu":
-        x = nn.functional.elu(x, epilogue.alpha)
-    return nn.functional.dropout(x, epilogue.dropout, training) if epilogue.dropout else x
+        out = x if residual is None else x + residual
+        return (out if bias is None else out + bias).to(x.dtype)
+    return functional.activation(
+        x,
+        epilogue.activation,
+        epilogue.dropout if training else 0,
+        bias=bias,
+        residual=None if residual is None else residual.to(x.dtype),
+        negative_slope=epilogue.negative_slope,
+        alpha=epilogue.alpha,
+        config=config,
+    )
 
 
 def graph_for(conv: MessagePassing, edges: Any, num_sources: int, num_targets: int | None = None) -> Graph:
@@ -103,6 +118,9 @@ def graph_for(conv: MessagePassing, edges: Any, num_sources: int, num_targets: i
 
     def reverse() -> Graph:
         edge_index, weight = to_edges(edges)
+        if isinstance(edges, Graph):  # values of edges come in the order in which its edges were given
+            edge_index = edge_index.index_select(1, edges.given_order)
+            weight = None if weight is None else weight.index_select(0, edges.given_order)
         return Graph.from_edge_index(edge_index.flip(0), num_nodes, weight)
 
     return cached(identity(edges, weights=True), ("reversed graph", num_nodes), reverse)
@@ -120,7 +138,7 @@ def aggregate(
     """:func:`functional.spmm`, also of several sets of rows on one graph, ``[B, N, F]``, as PyG takes them."""
     if len(x.shape) == 2:
         return functional.spmm(graph, x, edge_weight, reduce, config=config, **epilogue)
-    rows = x.dequantize() if isinstance(x, QTensor) else x
+    rows = float_rows(x)
     batch, num_nodes, width = rows.shape
     wide = rows.transpose(0, 1).reshape(num_nodes, batch * width)
     out = functional.spmm(graph, wide, edge_weight, reduce, config=config, **epilogue)

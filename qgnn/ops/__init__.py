@@ -4,6 +4,7 @@ Importing this package registers them under ``torch.ops.qgnn``; Triton is import
 """
 
 from qgnn.ops._backends import STREAM_DROPOUT
+from qgnn.ops.activation import activation
 from qgnn.ops.attention import attention
 from qgnn.ops.attention_dot import attention_dot
 from qgnn.ops.attention_gatv2 import attention_gatv2
@@ -19,6 +20,7 @@ from qgnn.ops.spmm_incidence import incidence_sum
 
 __all__ = [
     "STREAM_DROPOUT",
+    "activation",
     "attention",
     "attention_dot",
     "attention_gatv2",

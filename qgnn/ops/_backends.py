@@ -29,6 +29,7 @@ STREAM_INPUT, STREAM_WEIGHT, STREAM_HIDDEN = 0, 1, 2
 STREAM_GRAD, STREAM_WEIGHT_T, STREAM_GRAD_HIDDEN = 3, 4, 5
 STREAM_DROPOUT = 6
 STREAM_PROJECTION = 7
+STREAM_DERIVATIVE = 8
 
 _PROCESS = os.getpid()  # a fork between here and the first call of a native kernel has to be noticed
 
@@ -36,7 +37,6 @@ _PROCESS = os.getpid()  # a fork between here and the first call of a native ker
 _HOMES = {
     "quantize": "quantize",
     "quantize_grad": "quantize",
-    "masked_grad": "quantize",
     "matmul": "matmul",
     "quantize_matmul": "matmul",
     "quantize_matmul_requantize": "matmul",
@@ -59,6 +59,8 @@ _HOMES = {
     "attention_dot_backward": "attention",
     "blocks_pack": "blocks",
     "blocks_unpack": "blocks",
+    "activation": "activation",
+    "activation_backward": "activation",
 }
 _ROUNDS = {
     *("quantize", "quantize_grad", "quantize_matmul", "quantize_matmul_requantize"),
@@ -163,7 +165,7 @@ def _relative_error(x: Tensor, results: tuple[Any, ...], options: dict[str, Any]
     """Frobenius norm of the error of ``quantize`` over that of its operand."""
     codes, scale = results[:2]
     if options.get("mask") is not None:
-        x = reference.masked_grad(x, options["mask"], options["factor"])
+        x, _ = reference.activation_backward(x, options["mask"], factor=options["factor"])
     per_block = scale.dim() == 2
     scale = scale.repeat_interleave(options["block_size"], dim=1)[:, : x.shape[1]] if per_block else scale[:, None]
     return (codes.float() * scale - x.float()).norm() / x.float().norm().clamp_min(1e-30)
@@ -278,11 +280,11 @@ def define(name: str, function: Callable[..., Any], schema: str, fake: Callable[
     op.register_kernel("cuda")(on_cuda)
     op.register_fake(on_fake)
     if name.endswith("_backward"):
-        op.register_autograd(partial(_no_second_derivative, name.removesuffix("_backward")))
+        op.register_autograd(partial(no_second_derivative, name.removesuffix("_backward")))
     return op
 
 
-def _no_second_derivative(name: str, *_: Any) -> Any:
+def no_second_derivative(name: str, *_: Any) -> Any:
     raise NotImplementedError(
         f"'qgnn::{name}' has no second derivatives, which a gradient of a gradient (create_graph=True) needs; use "
         f"PyG's layer or a torch function there"

@@ -212,6 +212,12 @@ def _check_pairs(owner: str, arguments: Mapping[str, Any]) -> None:
         types = [t.dtype for name in names if rows in arguments and (t := arguments[name]).is_floating_point()]
         if len(set(types)) > 1:
             raise TypeError(f"'{owner}' expects rows of one type (got {' and '.join(map(str, types))})")
+    residual = arguments.get("residual")
+    if residual is not None and residual.dtype != arguments["x"].dtype:
+        raise TypeError(
+            f"'{owner}' expects 'residual' in {arguments['x'].dtype}, as 'x' is (got {residual.dtype}); use "
+            f"'residual.to(x.dtype)'"
+        )
     if arguments.get("threshold") and arguments.get("dropout_seed", owner) is None:
         raise ValueError(
             f"'{owner}' expects 'dropout_seed' with a 'threshold' (got None); make it with 'qgnn.rng.make_seed'"
@@ -225,6 +231,10 @@ def _any_of(allowed: Collection[Any]) -> str:
 
 
 def _check_type(owner: str, name: str, t: Tensor, arguments: Mapping[str, Any]) -> None:
+    if name in ("mask", "derivative") and not t.is_contiguous():
+        raise ValueError(f"'{owner}' expects '{name}' to be contiguous, as the forward pass made it")
+    if name == "derivative" and t.dtype == torch.uint8:
+        return
     if name in _INDICES:
         if t.dtype not in _INDEX_TYPES:
             raise TypeError(f"'{owner}' expects '{name}' in torch.int32 or torch.int64 (got {t.dtype})")
@@ -237,8 +247,6 @@ def _check_type(owner: str, name: str, t: Tensor, arguments: Mapping[str, Any]) 
     elif name in _BYTES:
         if t.dtype != torch.uint8:
             raise TypeError(f"'{owner}' expects '{name}' in torch.uint8, as {_BYTES[name]} made it (got {t.dtype})")
-        if name == "mask" and not t.is_contiguous():
-            raise ValueError(f"'{owner}' expects 'mask' to be contiguous, as {_BYTES[name]} made it")
     elif name in _SCALES and arguments.get(_SCALES[name]) is not None:
         if t.dtype != torch.int8:
             raise TypeError(f"'{owner}' expects '{name}' as int8 codes, since it has a scale (got {t.dtype})")

@@ -109,7 +109,8 @@ def masked_gradient(backend: Backend, grad: Tensor, mask: Tensor | None, thresho
     """The gradient in front of an activation, in its own type."""
     if mask is None:
         return grad
-    return backend.call("masked_grad", "masked_grad.backward", grad, mask=mask, factor=keep_factor(threshold))
+    factor = keep_factor(threshold)
+    return backend.call("activation_backward", "activation.backward", grad, mask=mask, factor=factor)[0]
 
 
 def _matmul(

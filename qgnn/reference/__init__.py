@@ -7,7 +7,7 @@ that stay in cache, but contain no other trick. None of them carries gradients: 
 Quantized pairs obey ``x = x_q * x_scale``. A seed is an int64 tensor of shape ``[1]``; ``None`` rounds to nearest.
 """
 
-from qgnn.reference.activation import masked_grad
+from qgnn.reference.activation import activation, activation_backward
 from qgnn.reference.attention import attention, attention_backward
 from qgnn.reference.attention_dot import attention_dot, attention_dot_backward
 from qgnn.reference.attention_gatv2 import attention_gatv2, attention_gatv2_backward
@@ -40,6 +40,8 @@ NAME = "torch"
 
 __all__ = [
     "NAME",
+    "activation",
+    "activation_backward",
     "attention",
     "attention_backward",
     "attention_dot",
@@ -50,7 +52,6 @@ __all__ = [
     "attention_scores_backward",
     "blocks_pack",
     "blocks_unpack",
-    "masked_grad",
     "matmul",
     "matmul_dw",
     "matmul_requantize",

@@ -8,7 +8,7 @@ from torch import Tensor
 from qgnn.activation import Activation
 from qgnn.formats import absmax_scale, round_codes
 from qgnn.reference._common import compute_dtype, row_chunks, stream_seed
-from qgnn.reference.activation import activate, masked_grad
+from qgnn.reference.activation import activate, activation_backward
 from qgnn.rng import random_bits16
 
 _EXACT_TERMS = 1024  # 1024 * 127 * 127 < 2**24: an fp32 sum of products of int8 codes is still exact
@@ -104,7 +104,7 @@ def quantize_grad(
     """
     wide = grad.to(compute_dtype(grad))
     if mask is not None:
-        wide = masked_grad(wide, mask, factor)
+        wide, _ = activation_backward(wide, mask, factor=factor)
     codes, scale = quantize(wide, bits=bits, granularity=granularity, seed=seed, stream=stream)
     return codes, scale, wide.sum(0) if sum_columns else None
 

@@ -112,7 +112,7 @@ def test_rows_are_read_in_vectors_of_16_bytes(records: list[Record]) -> None:
             assert _count(record, "global_load_b128") > 0, f"{_where(record)} has no wide loads"
     for record in _select(
         records,
-        "_quantize_kernel|_matmul_dw_kernel|_spmm.*kernel|_sddmm.*kernel|_attention.*kernel|_blocks_pack_kernel",
+        "_(activation|spmm|sddmm|attention).*kernel|_(quantize|matmul_dw|blocks_pack)_kernel",
     ):
         name = record["case"]
         if not re.search("1433|column_major|F64/H8|D8|matmul_dw.*sm_80", name):

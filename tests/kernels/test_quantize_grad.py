@@ -4,7 +4,7 @@ import pytest
 import torch
 from qgnn.kernels import tuning
 from qgnn.kernels.matmul_dw import add_partials
-from qgnn.kernels.quantize import masked_grad, quantize_grad
+from qgnn.kernels.quantize import quantize_grad
 from torch import Tensor
 
 from activation_cases import random_mask
@@ -17,7 +17,6 @@ from kernel_cases import (
     far_columns,
     far_rows,
     quiet,
-    storage_error,
     surrounded,
 )
 from qgnn import reference, rng
@@ -39,7 +38,7 @@ def _assert_equals_reference(grad: Tensor, mask: Tensor | None, **options: objec
     if sums is None:
         assert result[2] is None
     else:
-        wide = grad.float() if mask is None else reference.masked_grad(grad.float(), mask, factor)
+        wide = grad.float() if mask is None else reference.activation_backward(grad.float(), mask, factor=factor)[0]
         assert result[2].dtype == torch.float32
         assert result[2].shape == sums.shape
         assert_within(result[2], wide.double().sum(0), grad.shape[0] * UNIT * wide.double().abs().sum(0))
@@ -101,7 +100,6 @@ def test_gradients_of_any_strides(device: str, layout: str) -> None:
     grad = LAYOUTS[layout](_gradient(19, 33, device))
     mask = random_mask(19, 33, device)
     _assert_equals_reference(grad, mask, seed=rng.make_seed(3, device), sum_columns=True)
-    assert torch.equal(masked_grad(grad, mask, FACTOR), reference.masked_grad(grad, mask, FACTOR))
 
 
 def test_a_gradient_that_is_one_value_everywhere(device: str) -> None:
@@ -114,21 +112,18 @@ def test_a_gradient_that_is_one_value_everywhere(device: str) -> None:
 def test_gradients_beyond_32_bit_offsets(device: str, far: Callable[[Tensor], Tensor]) -> None:
     grad, mask = far(torch.randn(2, 5, device=device).half()), random_mask(2, 5, device)
     _assert_equals_reference(grad, mask, sum_columns=True)
-    assert torch.equal(masked_grad(grad, mask, 2.0), reference.masked_grad(grad, mask, 2.0))
 
 
 @pytest.mark.parametrize("F", SIZES)
 def test_gradients_are_read_inside_a_view(device: str, F: int) -> None:
     grad, mask = surrounded(_gradient(11, F, device), float("nan")), random_mask(11, F, device)
     _assert_equals_reference(grad, mask, sum_columns=True)
-    assert torch.equal(masked_grad(grad, mask, FACTOR), reference.masked_grad(grad, mask, FACTOR))
 
 
 def test_gradients_and_masks_are_left_alone(device: str) -> None:
     grad, mask = _gradient(9, 33, device), random_mask(9, 33, device)
     before = grad.clone(), mask.clone()
     quantize_grad(grad, mask=mask, factor=FACTOR, sum_columns=True)
-    masked_grad(grad, mask, FACTOR)
     assert torch.equal(grad, before[0])
     assert torch.equal(mask, before[1])
 
@@ -146,7 +141,6 @@ def test_poison_in_a_gradient_stays_in_its_row_and_column(device: str, value: fl
     assert scale.isnan().nonzero().tolist() == [[2]]
     assert scale[4] == 0
     assert (~sums.isfinite()).nonzero().tolist() == [[31]]
-    assert not masked_grad(grad, mask, FACTOR)[4].any()
 
 
 def test_rows_that_pass_no_gradient_have_the_scale_zero(device: str) -> None:
@@ -163,7 +157,6 @@ def test_gradients_of_nothing(device: str, shape: tuple[int, int], granularity: 
     grad, mask = torch.randn(shape, device=device), random_mask(*shape, device)
     result = _assert_equals_reference(grad, mask, granularity=granularity, sum_columns=True)
     assert result[0].shape == shape
-    assert torch.equal(masked_grad(grad, mask), grad)
 
 
 def test_seeds_and_streams_change_codes_of_gradients(device: str) -> None:
@@ -175,15 +168,6 @@ def test_seeds_and_streams_change_codes_of_gradients(device: str) -> None:
     assert torch.equal(codes[0], codes[1])
     assert not torch.equal(codes[0], codes[2])
     assert not torch.equal(codes[0], codes[3])
-
-
-@pytest.mark.parametrize("F", [*SIZES, 600])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_masked_grad_equals_reference(device: str, F: int, dtype: torch.dtype) -> None:
-    grad, mask = torch.randn(21, F, device=device).to(dtype), random_mask(21, F, device)
-    out, expected = masked_grad(grad, mask, FACTOR), reference.masked_grad(grad.float(), mask, FACTOR)
-    assert out.dtype == dtype
-    assert_within(out, expected, storage_error(dtype) * expected.abs() + 2.0**-25)  # fp16 is subnormal below 2^-14
 
 
 @pytest.mark.parametrize(("splits", "shape"), [(1, (3, 5)), (7, (3,)), (132, (33, 7)), (1056, (1,)), (3, (300, 300))])

@@ -86,21 +86,24 @@ def test_quantized_linear_stays_within_its_error_bound(bits: int, granularity: s
 
 
 def test_quantized_linear_noise_has_the_size_that_rounding_gives_it() -> None:
-    """SQNR against what uniform rounding errors of the three operands add up to, not only a bound of it."""
+    """SQNR against what uniform rounding errors of both operands add up to, not only a bound of it; constants are
+    rounded to nearest whatever the config says."""
+    variances = {"nearest": 1 / 12, "stochastic": 1 / 6}
     for bits in (8, 6, 4):
-        for rounding, variance in (("nearest", 1 / 12), ("stochastic", 1 / 6)):
-            config = QConfig(bits=bits, rounding=rounding)
+        for rounding, learned in (("nearest", True), ("stochastic", True), ("stochastic", False)):
+            config, variance = QConfig(bits=bits, rounding=rounding), variances[rounding]
             ours = QLinear(256, 64, bias=False, config=config)
-            x = torch.randn(200, 256)
+            x = torch.randn(200, 256, requires_grad=learned)
             qmax = 2 ** (bits - 1) - 1
-            x_noise = (x.abs().amax(1, keepdim=True) / qmax).square() * variance
+            of_x = variance if learned else variances["nearest"]
+            x_noise = (x.abs().amax(1, keepdim=True) / qmax).square() * of_x
             w_noise = (ours.weight.abs().amax(1, keepdim=True) / qmax).square() * variance
             power = x.square().sum(1, keepdim=True) * w_noise.t() + x_noise * ours.weight.square().sum(1)
             y = x.double() @ ours.weight.double().t()
             predicted = 10 * torch.log10(y.square().sum() / power.sum())
             measured = 10 * torch.log10(y.square().sum() / (ours(x) - y).square().sum())
             # 12,800 outputs; errors of a row share 256 draws: 1 dB is 25% of the noise power
-            assert abs(measured - predicted) < 1, (bits, rounding, measured, predicted)
+            assert abs(measured - predicted) < 1, (bits, rounding, learned, measured, predicted)
 
 
 def test_quantized_linear_is_unbiased() -> None:

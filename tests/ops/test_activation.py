@@ -1,181 +1,397 @@
-"""ReLU and dropout in the epilogue of operators: what they give is that of the plain operator and an activation."""
+"""``qgnn::activation`` and ``functional.activation``: torch's functions, their gradients, and what is kept of them."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dense import CASES, graph_of
-from op_checks import gradients, opcheck, saved_tensors, spmm_structure
-from qgnn import Graph, ops, reference, rng
-from qgnn.activation import Activation, dropout_threshold, mask_width
-from qgnn.ops._backends import STREAM_DROPOUT, torch_backend, triton_backend
-from qgnn.ops.graph_linear import _graph_linear
-from qgnn.ops.matmul import _matmul, quantize_gradient
-from qgnn.ops.spmm import _spmm
-from qgnn.reference.activation import activate
+from op_checks import assert_inputs_unchanged, assert_unbiased, gradients, opcheck, saved_tensors
+from qgnn import QConfig, functional, ops, rng, trace
+from qgnn.activation import KINDS, dropout_threshold, keep_factor, mask_width
+from qgnn.functional import activation
+from qgnn.ops._backends import STREAM_DROPOUT, Backend, torch_backend, triton_backend
+from qgnn.ops.activation import _activation_backward, _activation_forward, activation_backward
+from qgnn.rng import random_bits16, stream_key
+from statistics_checks import EPS, assert_plausible
 
-K, M = 9, 11
-Run = Callable[..., Tensor]
+N, WIDTH, ALPHA, SLOPE = 30, 13, 1.5, 0.2
+TORCH: dict[str | None, Callable[[Tensor], Tensor]] = {
+    None: lambda x: x,
+    "relu": F.relu,
+    "leaky_relu": lambda x: F.leaky_relu(x, SLOPE),
+    "elu": lambda x: F.elu(x, ALPHA),
+}
+OPTIONS: dict[str, Any] = {"negative_slope": SLOPE, "alpha": ALPHA}
+INT8 = QConfig()
 
-
-def matmul(graph: Graph, epilogue: tuple[Any, ...], bits: int = 8, granularity: str = "row") -> Run:
-    options = (rng.make_seed(1), bits, granularity, True)
-    return lambda x, weight, bias: ops.matmul(x, None, weight, bias, *options, *epilogue)[0]
-
-
-def spmm(graph: Graph, epilogue: tuple[Any, ...], bits: int = 8, granularity: str = "row") -> Run:
-    structure = spmm_structure(graph)
-    options = (rng.make_seed(1) if bits else None, bits, granularity, bits > 0)
-    rows = lambda x, weight, bias: (x, None, weight, None, graph.mean_factor, bias)  # noqa: E731
-    return lambda x, weight, bias: ops.spmm(*rows(x, weight, bias), *structure, *options, *epilogue)[0]
+EVERY = pytest.mark.parametrize("kind", TORCH)
+DROPOUT = pytest.mark.parametrize("p", [0.0, 0.4, 1.0])
+CONFIGS = pytest.mark.parametrize("config", [None, INT8], ids=["exact", "codes"])
 
 
-def graph_linear(graph: Graph, epilogue: tuple[Any, ...], bits: int = 8, granularity: str = "row") -> Run:
-    structure = spmm_structure(graph)
-    options = (rng.make_seed(1), bits, granularity, True, False)
-    operands = lambda x, weight, bias: (x, None, weight, bias, None, None, graph.mean_factor)  # noqa: E731
-    return lambda x, weight, bias: ops.graph_linear(*operands(x, weight, bias), *structure, *options, *epilogue)[0]
+def operands(dtype: torch.dtype = torch.float32, num_rows: int = N) -> dict[str, Tensor]:
+    """Multiples of 1/8, whose sums every type holds."""
+    shapes = {"x": (num_rows, WIDTH), "bias": (WIDTH,), "residual": (num_rows, WIDTH)}
+    return {name: (torch.randint(-24, 24, shape) / 8).to(dtype) for name, shape in shapes.items()}
 
 
-def inputs(op: Any, graph: Graph) -> dict[str, Tensor]:
-    if op is spmm:
-        return {"x": torch.randn(graph.num_sources, M), "weight": torch.randn(graph.num_edges), "bias": torch.randn(M)}
-    return {"x": torch.randn(graph.num_sources, K), "weight": torch.randn(M, K), "bias": torch.randn(M)}
-
-
-def epilogue_of(relu: bool, p: float, keep_mask: bool = True) -> tuple[Any, ...]:
+def kept_elements(num_rows: int, p: float, seed: int) -> Tensor:
+    """What dropout multiplies with, [num_rows, WIDTH]."""
+    bits = random_bits16(0, num_rows, WIDTH, rng.make_seed(seed) ^ stream_key(STREAM_DROPOUT))
     threshold = dropout_threshold(p)
-    return (relu, threshold, rng.make_seed(4) if threshold else None, keep_mask, None)
+    return (bits >= threshold) * keep_factor(threshold)
 
 
-def check(op: Any, graph: Graph, relu: bool, p: float, **options: Any) -> None:
-    """Forward and gradients, bit for bit: the plain operator, an activation behind it, its mask on the gradient."""
-    tensors = inputs(op, graph)
-    plain = op(graph, epilogue_of(False, 0.0), **options)
-    y, _ = gradients(plain, tensors)
-    mask = torch.zeros(y.shape[0], mask_width(M), dtype=torch.uint8)
-    a = Activation(relu, dropout_threshold(p), rng.make_seed(4), STREAM_DROPOUT, mask)
-    expected, upstream = activate(y, a), torch.randn_like(y)
-    _, wanted = gradients(plain, tensors, reference.masked_grad(upstream, mask, a.factor))
-    out, grads = gradients(op(graph, epilogue_of(relu, p), **options), tensors, upstream)
-    assert torch.equal(out, expected)
+@EVERY
+@DROPOUT
+@pytest.mark.parametrize("names", [("x",), ("x", "bias"), ("x", "residual"), ("x", "bias", "residual")], ids="+".join)
+def test_activation_is_torchs_function_of_the_sum_and_dropout(kind: str, p: float, names: tuple[str, ...]) -> None:
+    """Sums are exact. ELU is off by five roundings, torch's by three; its derivative by the same, and all are
+    multiplied with the factor of dropout (rounded) and rounded once more. Sums of columns have 30 terms."""
+    tensors = {name: t for name, t in operands().items() if name in names}
+    upstream, kept = torch.randn(N, WIDTH), kept_elements(N, p, 3)
+    out, grads = gradients(lambda **t: activation(kind=kind, dropout=p, **t, **OPTIONS, seed=3), tensors, upstream)
+    expected, exact = gradients(lambda **t: TORCH[kind](sum(t.values())) * kept, tensors, upstream)
+    roundings = 10 if kind == "elu" else 3
+    assert ((out - expected).abs() <= roundings * EPS * expected.abs()).all()
     for name, grad in grads.items():
-        if name != "bias":
-            assert torch.equal(grad, wanted[name]), name
-    # Sums of a column in parts of the rows, or in one go: of at most 160 terms, each near 1.
-    torch.testing.assert_close(grads["bias"], wanted["bias"], rtol=0, atol=1.01 * 160 * 160 * 4 * 2.0**-24)
+        size = exact[name].abs() if name != "bias" else exact["x"].abs().sum(0) * N
+        assert ((grad - exact[name]).abs() <= (roundings + 1) * EPS * size).all(), name
 
 
-OPS = pytest.mark.parametrize("op", [matmul, spmm, graph_linear])
-EPILOGUES = pytest.mark.parametrize(("relu", "p"), [(True, 0.0), (False, 0.4), (True, 0.4), (True, 1.0)])
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@CONFIGS
+def test_types_are_kept(kind: str, dtype: torch.dtype, config: QConfig | None) -> None:
+    """What is kept of ELU in a half type is rounded once, and so is each result."""
+    tensors, upstream = operands(dtype), torch.randint(-24, 24, (N, WIDTH)).to(dtype) / 8
+    run = lambda **t: activation(kind=kind, dropout=0.5, config=config, seed=3, **t, **OPTIONS)  # noqa: E731
+    out, grads = gradients(run, tensors, upstream)
+    wide, exact = gradients(run, {name: t.float() for name, t in tensors.items()}, upstream.float())
+    assert out.dtype == dtype
+    rounded = 16 * EPS if dtype == torch.float64 else torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(out.double(), wide.double(), rtol=rounded, atol=0)
+    for name, grad in grads.items():
+        assert grad.dtype == dtype
+        bound = 2.1 * rounded * exact[name].double().abs()
+        if name == "bias":  # of 30 terms, each made from what was rounded
+            bound = bound + 1.1 * rounded * exact["x"].double().abs().sum(0)
+        if kind == "elu" and config is not None and dtype == torch.float64:  # at a step's edge, a code may be another
+            bound = bound + (1 if name != "bias" else N) * 2 * ALPHA / 255 * 3
+        assert ((grad.double() - exact[name].double()).abs() <= bound).all(), name
 
 
-@OPS
-@EPILOGUES
-@pytest.mark.parametrize("granularity", ["row", "tensor"])
-def test_epilogue_is_an_activation_behind_the_operator(op: Any, relu: bool, p: float, granularity: str) -> None:
-    check(op, graph_of("random"), relu, p, granularity=granularity)
+@EVERY
+@DROPOUT
+def test_gradcheck(kind: str, p: float) -> None:
+    leaves = [torch.randn(t.shape, dtype=torch.float64, requires_grad=True) for t in operands(num_rows=5).values()]
+
+    def run(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        return activation(x, kind, p, bias=bias, residual=residual, **OPTIONS, seed=3)
+
+    assert torch.autograd.gradcheck(run, leaves)
 
 
-@pytest.mark.parametrize("name", CASES)
-@OPS
-def test_epilogue_on_every_graph(op: Any, name: str) -> None:
-    check(op, graph_of(name), True, 0.4)
+@EVERY
+@CONFIGS
+def test_dropout_follows_the_seed_and_keeps_the_mean(kind: str, config: QConfig | None) -> None:
+    x = torch.rand(400, 33) + 1
+    run = lambda seed, p=0.25: activation(x.requires_grad_(), kind, p, config=config, seed=seed).detach()  # noqa: E731
+    out = run(3)
+    kept = out != 0
+    torch.testing.assert_close(out[kept], x.detach()[kept] / 0.75)
+    assert_plausible([(kept.double().mean() - 0.75) / (0.75 * 0.25 / kept.numel()) ** 0.5], "share of kept elements")
+    assert torch.equal(out, run(3))
+    assert not torch.equal(kept, run(4) != 0)
+    assert not run(3, 1.0).any()
+    linear = functional.linear(torch.eye(33)[:5], torch.ones(33, 33), dropout=0.25, config=INT8, seed=3)
+    assert torch.equal(linear != 0, kept[:5])  # the bits of the fused epilogues
 
 
-@EPILOGUES
-def test_epilogue_of_full_precision_rows(relu: bool, p: float) -> None:
-    check(spmm, graph_of("power_law"), relu, p, bits=0)
+@settings(max_examples=40)
+@given(
+    st.sampled_from(list(TORCH)),
+    st.integers(0, 9),
+    st.integers(0, 40),
+    st.sampled_from([0, 0.1, 0.9]),
+    st.booleans(),
+    st.integers(0, 2**31),
+)
+def test_gradients_fit_each_other(kind: str | None, rows: int, width: int, p: float, codes: bool, seed: int) -> None:
+    """... and the result: a residual has the gradient of the rows and a bias its sum; of what was dropped there is
+    none; the result is that of the function alone where nothing was dropped."""
+    torch.manual_seed(seed)
+    tensors = {"x": torch.randn(rows, width), "bias": torch.randn(width), "residual": torch.randn(rows, width)}
+    options = {"kind": kind, "config": INT8 if codes else None, **OPTIONS}
+    out, grads = gradients(lambda **t: activation(dropout=p, seed=seed, **options, **t), tensors)
+    assert torch.equal(grads["x"], grads["residual"])
+    size = grads["x"].double().abs().sum(0)
+    assert ((grads["bias"].double() - grads["x"].double().sum(0)).abs() <= rows * EPS * size).all()
+    plain = activation(**tensors, **options)
+    kept = out != 0
+    torch.testing.assert_close(out[kept], (plain * keep_factor(dropout_threshold(p)))[kept], rtol=2 * EPS, atol=0)
+    assert not grads["x"][~kept & (plain != 0)].any()
 
 
-@settings(max_examples=20)
-@given(st.integers(1, 30), st.integers(0, 60), st.booleans(), st.sampled_from([0.0, 0.1, 0.9]), st.integers(2, 8))
-def test_epilogue_any_graph(num_nodes: int, num_edges: int, relu: bool, p: float, bits: int) -> None:
-    graph = Graph.from_edge_index(torch.randint(num_nodes, (2, num_edges)), num_nodes)
-    for op in (matmul, spmm, graph_linear):
-        check(op, graph, relu, p, bits=bits)
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+@pytest.mark.parametrize("alpha", [0.5, 1.0, 3.0])
+def test_codes_of_a_derivative_are_off_by_less_than_a_step(rounding: str, alpha: float) -> None:
+    """By half a step to nearest; SQNR: steps of max(1, alpha) / 255 are off by a variance of 1/6 of their square at
+    most, uniformly met, for derivatives whose mean square is at least 0.5 on N(0, 1): more than 51 dB for alpha = 1."""
+    tensors, upstream = {"x": torch.randn(2000, 33)}, torch.randn(2000, 33)
+    run = lambda config: lambda x: activation(x, "elu", alpha=alpha, config=config, seed=3)  # noqa: E731
+    out, exact = gradients(run(None), tensors, upstream)
+    same, grads = gradients(run(QConfig(rounding=rounding)), tensors, upstream)
+    assert torch.equal(out, same)
+    step, error = max(1, alpha) / 255, (grads["x"] - exact["x"]).abs()
+    assert (error <= upstream.abs() * step * (0.51 if rounding == "nearest" else 1.01)).all()
+    assert error.max() > 0
+    noise = step**2 / (12 if rounding == "nearest" else 6) * upstream.double().square().sum()
+    assert error.double().square().sum() <= 1.02 * noise
+    assert exact["x"].double().square().sum() >= 10**3.4 * noise
 
 
-@OPS
-def test_a_bit_an_element_is_what_is_kept(op: Any) -> None:
-    """Neither the rows behind the operator nor their ReLU: only mask, codes and what belongs to the graph."""
-    graph = graph_of("random")
-    tensors = {name: t.requires_grad_() for name, t in inputs(op, graph).items()}
-    kept = saved_tensors(lambda: op(graph, epilogue_of(True, 0.5))(**tensors))
-    assert [tuple(t.shape) for t in kept if t.dtype == torch.uint8] == [(50, mask_width(M))]
-    assert not [t for t in kept if t.dtype == torch.float32 and t.shape == (50, M)]
+def test_gradients_of_codes_are_unbiased() -> None:
+    x, bias, upstream = torch.randn(9, WIDTH), torch.randn(WIDTH), torch.randn(9, WIDTH)
+
+    def draw(seed: int, config: QConfig | None = INT8) -> dict[str, Tensor]:
+        run = lambda **t: activation(kind="elu", config=config, seed=seed, **OPTIONS, **t)  # noqa: E731
+        return gradients(run, {"x": x, "bias": bias}, upstream)[1]
+
+    assert_unbiased(draw, draw(0, None))
 
 
-@OPS
-def test_without_a_mask_there_is_no_backward_pass(op: Any) -> None:
-    graph = graph_of("random")
-    tensors = inputs(op, graph)
-    run = op(graph, epilogue_of(True, 0.5, keep_mask=False))
+# --- what is kept
+
+
+@EVERY
+@CONFIGS
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_what_is_kept(kind: str | None, config: QConfig | None, p: float) -> None:
+    """Neither the rows nor the result."""
+    tensors = {name: t.bfloat16().requires_grad_() for name, t in operands().items()}
+    kept = saved_tensors(lambda: activation(kind=kind, dropout=p, config=config, **tensors))
+    of_elu = N * WIDTH * (2 if config is None else 1)
+    expected = {None: 0, "relu": N * mask_width(WIDTH), "leaky_relu": N * mask_width(WIDTH), "elu": of_elu}[kind]
+    assert sum(t.nbytes for t in kept) == expected + (8 if p else 0)
+
+
+def test_a_config_may_keep_the_derivative_itself() -> None:
+    x = torch.randn(N, WIDTH, requires_grad=True)
+    kept = saved_tensors(lambda: activation(x, "elu", config=QConfig(save="fp32")))
+    assert [(t.shape, t.dtype) for t in kept] == [(x.shape, torch.float32)]
+
+
+@EVERY
+def test_without_gradients_nothing_is_made_to_keep(kind: str | None) -> None:
+    with trace() as t:
+        activation(torch.randn(N, WIDTH), kind, config=INT8)
+    assert t.ops["activation.forward"]["bytes"] == 2 * 4 * N * WIDTH
+
+
+@pytest.mark.parametrize("kind", ["relu", "leaky_relu", "elu"])
+def test_without_keep_there_is_no_backward_pass(kind: str) -> None:
+    arguments = (torch.randn(N, WIDTH, requires_grad=True), *(None,) * 4, kind, 1.0, 0, False, False)
     with torch.no_grad():
-        out = run(**tensors)
-    assert torch.equal(out, op(graph, epilogue_of(True, 0.5))(**tensors))
-    with pytest.raises(ValueError, match="expects 'keep_mask' where its activation has a backward pass"):
-        run(**{name: t.requires_grad_() for name, t in tensors.items()})
+        assert [t.numel() for t in ops.activation(*arguments)] == [N * WIDTH, 0, 0]
+    with pytest.raises(ValueError, match="expects 'keep' where it has a backward pass"):
+        ops.activation(*arguments)
 
 
-@OPS
-def test_dropout_needs_a_seed(op: Any) -> None:
-    graph = graph_of("random")
-    with pytest.raises(ValueError, match=r"expects 'dropout_seed' with a 'threshold' \(got None\)"):
-        op(graph, (False, 9, None, True, None))(**inputs(op, graph))
+# --- autograd
 
 
-@OPS
-@EPILOGUES
-def test_epilogue_opcheck(op: Any, relu: bool, p: float) -> None:
-    graph = graph_of("tall")
-    tensors = [t.requires_grad_() for t in inputs(op, graph).values()]
-    seed, epilogue, structure = rng.make_seed(1), epilogue_of(relu, p), spmm_structure(graph)
-    x, weight, bias = tensors
-    if op is matmul:
-        opcheck(ops.matmul, (x, None, weight, bias, seed, 8, "row", True, *epilogue), compiled=True)
-    elif op is spmm:
-        rows = (x, None, weight, None, graph.mean_factor, bias)
-        opcheck(ops.spmm, (*rows, *structure, seed, 8, "row", True, *epilogue), compiled=True)
-    else:
-        rows = (x, None, weight, bias, None, None, graph.mean_factor)
-        opcheck(ops.graph_linear, (*rows, *structure, seed, 8, "row", True, False, *epilogue), compiled=True)
+@EVERY
+def test_rows_may_be_their_own_residual(kind: str | None) -> None:
+    x, upstream = torch.randn(N, WIDTH), torch.randn(N, WIDTH)
+    _, grads = gradients(lambda x: activation(x, kind, residual=x), {"x": x}, upstream)
+    _, alone = gradients(lambda x: activation(x, kind, residual=x.detach()), {"x": x}, upstream)
+    assert torch.equal(grads["x"], 2 * alone["x"])
 
 
-@OPS
-@EPILOGUES
-def test_epilogue_on_the_kernels(op: Any, relu: bool, p: float, device: str) -> None:
-    """The operators over the Triton kernels. Products are exact, so are their epilogues; sums of an aggregation may
-    fall on the other side of 0, but no element that is clearly positive or negative does."""
-    graph = graph_of("isolated")
-    tensors, threshold = inputs(op, graph), dropout_threshold(p)
+@EVERY
+def test_gradients_of_rows_and_residual_are_no_views_of_each_other(kind: str | None) -> None:
+    """They are one tensor in the backward pass. A second one adds to those there are."""
+    x, residual = (torch.randn(N, WIDTH, requires_grad=True) for _ in range(2))
+    upstream = torch.randn(N, WIDTH)
+    activation(x, kind, residual=residual).backward(upstream)
+    first = x.grad.clone()
+    x.grad.zero_()
+    assert torch.equal(residual.grad, first)
+    activation(x, kind, residual=residual).backward(upstream)
+    assert torch.equal(x.grad, first)
+    assert torch.equal(residual.grad, 2 * first)
+
+
+@EVERY
+@pytest.mark.parametrize("name", ["x", "bias", "residual"])
+def test_each_operand_may_learn_alone(kind: str | None, name: str) -> None:
+    tensors, upstream = operands(), torch.randn(N, WIDTH)
+    run = lambda **t: activation(kind=kind, **OPTIONS, **(tensors | t))  # noqa: E731
+    _, all_of_them = gradients(run, tensors, upstream)
+    _, alone = gradients(run, {name: tensors[name]}, upstream)
+    assert torch.equal(alone[name], all_of_them[name])
+
+
+@EVERY
+def test_strided_operands_and_expanded_gradient(kind: str | None) -> None:
+    tensors = operands()
+    strided = {
+        "x": tensors["x"].repeat_interleave(2, 0)[::2],
+        "bias": tensors["bias"].repeat_interleave(2)[::2],
+        "residual": tensors["residual"].t().contiguous().t(),
+    }
     results = []
-    for backend, place in ((torch_backend(), "cpu"), (triton_backend(), device)):
-        x, weight, bias = (t.to(place) for t in tensors.values())
-        structure, factor = [t.to(place) for t in spmm_structure(graph)], graph.mean_factor.to(place)
-        seed, dropout_seed = rng.make_seed(1, place), rng.make_seed(4, place)
-        epilogue = (relu, threshold, dropout_seed, True, None)
-        if op is matmul:
-            y, _, _, mask = _matmul(backend, x, None, weight, bias, seed, 8, "row", True, *epilogue)
-        elif op is spmm:
-            rows = (x, None, weight, None, factor, bias)
-            y, _, _, mask = _spmm(backend, *rows, *structure, seed, 8, "row", True, *epilogue)
-        else:
-            rows = (x, None, weight, bias, None, None, factor)
-            y, *_, mask = _graph_linear(backend, *rows, *structure, seed, 8, "row", True, False, *epilogue)
-        g_q, g_scale, db = quantize_gradient(backend, y, mask, threshold, seed, 8, "row", True)
-        results.append([t.cpu() for t in (y, mask, g_q, g_scale, db)])
-    (y, mask, *back), (y_kernel, mask_kernel, *back_kernel) = results
-    if op is matmul:
-        torch.testing.assert_close(y_kernel, y, rtol=1e-6, atol=1e-6)
-        assert torch.equal(mask, mask_kernel)
-    settled = (y.abs() > 0.01) | (y_kernel.abs() > 0.01)  # fp16 weights: 2**-11 of sums below 16
-    assert torch.equal((y != 0) & settled, (y_kernel != 0) & settled)
-    assert (y - y_kernel).norm() <= 2.0**-11 * y.norm() + 1e-6
-    for ours, kernels in zip(back[1:], back_kernel[1:], strict=True):
-        assert (ours - kernels).norm() <= 2.0**-9 * ours.norm() + 1e-6
+    for layout in (tensors, strided):
+        leaves = [t.detach().requires_grad_() for t in layout.values()]
+        out = activation(leaves[0], kind, 0.4, bias=leaves[1], residual=leaves[2], seed=3)
+        results.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@EVERY
+@pytest.mark.parametrize("shape", [(0, 5), (4, 0), (2, 3, 5), (5,), (2, 0, 5)])
+def test_rows_of_any_dimensions(kind: str | None, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    out, grads = gradients(lambda **t: activation(kind=kind, **OPTIONS, **t), {"x": x, "bias": torch.randn(shape[-1])})
+    assert out.shape == grads["x"].shape == shape
+    assert grads["bias"].shape == shape[-1:]
+    assert torch.equal(activation(x, kind, residual=x).flatten(), activation(x.view(-1), kind, residual=x.view(-1)))
+
+
+@EVERY
+def test_inputs_are_left_alone(kind: str | None) -> None:
+    tensors = {name: t.requires_grad_() for name, t in operands().items()}
+    assert_inputs_unchanged(lambda **t: activation(kind=kind, dropout=0.4, **t), tensors)
+
+
+@EVERY
+def test_second_order_gradient_is_right_or_refused(kind: str | None) -> None:
+    """ELU has one; through the others, the second derivative is that of what is behind them."""
+    x, message = torch.randn(N, WIDTH, requires_grad=True), "'qgnn::activation' has no second derivatives"
+
+    def gradient(loss: Tensor) -> Tensor:
+        return torch.autograd.grad(loss, x, create_graph=True)[0]
+
+    with pytest.raises(RuntimeError, match=message):
+        gradient(gradient(activation(x, kind, 0.1).square().sum()).sum())
+    linear = activation(x, kind).sum()
+    if kind == "elu":
+        with pytest.raises(RuntimeError, match=message):
+            gradient(linear)
+    else:
+        assert not gradient(linear).requires_grad
+
+
+def test_autocast_changes_nothing() -> None:
+    run, tensors = lambda **t: activation(kind="elu", **t), operands()
+    out, grads = gradients(run, tensors)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed, mixed_grads = gradients(run, tensors)
+    assert torch.equal(out, mixed)
+    assert all(torch.equal(grads[name], mixed_grads[name]) for name in grads)
+
+
+def test_a_trace_shows_forward_and_backward() -> None:
+    tensors = {name: t.requires_grad_() for name, t in operands().items()}
+    with trace() as t:
+        activation(kind="elu", config=INT8, **tensors).sum().backward()
+        functional.linear(tensors["x"], torch.randn(4, WIDTH), activation="relu").sum().backward()
+    calls = {name: entry["calls"] for name, entry in t.ops.items()}
+    assert calls == {"activation.forward": 2, "activation.backward": 2, "matmul.forward": 1}
+    assert {entry["format"] for entry in t.ops.values()} == {"float32"}
+    rows, bits = 4 * N * WIDTH, N * mask_width(4)
+    one = 3 * rows + 4 * WIDTH + rows // 4 + 8  # operands, result, codes, the seed of their rounding
+    assert t.ops["activation.forward"]["bytes"] == one + 2 * 4 * N * 4 + bits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("keep_codes", [False, True])
+def test_opcheck(kind: str, keep_codes: bool) -> None:
+    tensors = [t.requires_grad_() for t in operands().values()]
+    seeds = (rng.make_seed(1), rng.make_seed(2))
+    opcheck(ops.activation, (*tensors, *seeds, kind, 1.5, 9, True, keep_codes), compiled=True)
+    opcheck(ops.activation, (tensors[0], *(None,) * 4, kind, 1.5, 0, True, keep_codes), compiled=True)
+    opcheck(ops.activation, (tensors[0][:0].detach().requires_grad_(), *(None,) * 4, kind, 1.5, 0, True, keep_codes))
+    constant = [t.detach() for t in tensors]
+    _, mask, derivative = ops.activation(*constant, *seeds, kind, 1.5, 9, True, keep_codes)
+    kept = (mask if mask.numel() else None, derivative if derivative.numel() else None)
+    opcheck(activation_backward, (constant[2], *kept, seeds[1], kind, 1.5, 9, True))
+
+
+@EVERY
+@CONFIGS
+def test_the_kernels_agree(kind: str | None, config: QConfig | None, device: str) -> None:
+    """Bit for bit, but for the sums of columns."""
+    name, tensors = kind or "none", operands()
+
+    def results(backend: Backend, place: str) -> list[Tensor]:
+        x, bias, residual = (t.to(place) for t in tensors.values())
+        seed, drop = rng.make_seed(1, place), rng.make_seed(2, place)
+        options = (name, 1.5, dropout_threshold(0.4))
+        y, mask, derivative = _activation_forward(
+            backend, x, bias, residual, seed, drop, *options, True, config is not None
+        )
+        kept = (mask if mask.numel() else None, derivative if derivative.numel() else None)
+        return [
+            t.cpu()
+            for t in (y, mask, derivative, *_activation_backward(backend, residual, *kept, drop, *options, True))
+        ]
+
+    (*expected, db), (*actual, db_kernel) = results(torch_backend(), "cpu"), results(triton_backend(), device)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    torch.testing.assert_close(db_kernel, db, rtol=0, atol=float(N * EPS * expected[3].abs().sum(0).max()))
+
+
+def test_float64_runs_in_pytorch_on_a_gpu_as_well() -> None:
+    """The kernels compute in fp32."""
+    x = torch.randn(4, 5, dtype=torch.float64)
+    y = triton_backend().call("activation", "activation.forward", x, kind="elu", slope=1.0)
+    assert torch.equal(y, F.elu(x))
+
+
+def test_a_compiled_function_is_the_same_one() -> None:
+    def run(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        return activation(x, "elu", 0.5, bias=bias, residual=residual, alpha=1.5, config=INT8, seed=3)
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    for num_rows in (N, N + 5):
+        tensors = operands(num_rows=num_rows)
+        (out, grads), (same, same_grads) = (gradients(call, tensors) for call in (run, compiled))
+        assert torch.equal(out, same)
+        assert all(torch.equal(grads[name], same_grads[name]) for name in grads)
+
+
+X = torch.randn(N, WIDTH)
+BAD: list[tuple[type[Exception], dict[str, Any], str]] = [
+    (TypeError, {"x": X.int()}, r"'x' in a floating-point type \(got torch.int32\)"),
+    (ValueError, {"x": X[0, 0]}, r"'x' with at least one dimension \(got a scalar\)"),
+    (ValueError, {"kind": "gelu"}, r"'kind' to be one of \('relu', 'leaky_relu', 'elu'\) or None \(got 'gelu'\)"),
+    (ValueError, {"kind": "none"}, r"'kind' to be one of .* or None \(got 'none'\)"),
+    (ValueError, {"dropout": 1.5}, r"'dropout' to be a probability from 0 to 1 \(got 1.5\)"),
+    (ValueError, {"bias": X[0, 1:]}, r"'bias' of shape \[13\] \(got \[12\]\)"),
+    (TypeError, {"bias": X[0].int()}, r"'bias' in a floating-point type \(got torch.int32\)"),
+    (ValueError, {"bias": X[0].to("meta")}, r"'bias' on cpu \(got meta\); move it"),
+    (ValueError, {"residual": X[1:]}, r"'residual' of shape \[30, 13\] \(got \[29, 13\]\)"),
+    (
+        TypeError,
+        {"residual": X.half()},
+        r"'residual' in torch.float32, as 'x' is \(got torch.float16\); use 'residual.to",
+    ),
+    (ValueError, {"negative_slope": float("nan")}, r"'negative_slope' to be finite \(got nan\)"),
+    (ValueError, {"alpha": -1.0}, r"'alpha' to be a finite number from 0 on \(got -1.0\)"),
+    (ValueError, {"alpha": float("inf")}, r"'alpha' to be a finite number from 0 on \(got inf\)"),
+    (TypeError, {"config": 8}, r"'config' to be a QConfig or None \(got 8\)"),
+]
+
+
+@pytest.mark.parametrize(("error", "change", "message"), BAD)
+def test_activation_refuses(error: type[Exception], change: dict[str, Any], message: str) -> None:
+    with pytest.raises(error, match=f"^'activation' expects {message}"):
+        activation(**{"x": X} | change)

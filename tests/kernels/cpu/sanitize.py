@@ -6,6 +6,7 @@ functions that were called, and stops at the first argument that does not fit a 
 
 import ctypes
 import importlib
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -13,9 +14,10 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from qgnn.kernels.cpu import attention_shared, blocks, info, library, matmul, quantize, sddmm, softmax, spmm
+from qgnn.kernels.cpu import activation, attention_shared, blocks, info, library, matmul, quantize, sddmm, softmax, spmm
 from torch import Tensor
 
+from activation_cases import KEPT, assert_forward_equals_reference, backward_operands, dropout_of
 from cpu_attention_cases import DROPOUT, GRAD, KINDS, backward, forward, graph_of, operands
 from graphs import GRAPHS, RECTANGULAR
 from kernel_cases import LAYOUTS, csr, random_codes, random_scales
@@ -67,9 +69,19 @@ def run_quantize() -> None:
                     quantize.quantize(x, granularity=granularity, block_size=block_size, seed=seed, stream=1)
             quantize.quantize(LAYOUTS["column_major"](x).half(), bits=3)
             for a in activations(N, F):
-                quantize.masked_grad(x, a.mask, a.factor)
                 quantize.quantize_grad(x, mask=a.mask, factor=a.factor, seed=SEED, sum_columns=True)
             quantize.quantize_grad(LAYOUTS["every_second_row"](x))
+
+
+def run_activation() -> None:
+    for N, F in ((0, 3), (3, 0), *((N, F) for N in (1, 9, 300) for F in WIDTHS)):
+        x, bias, second = torch.randn(N, F), torch.randn(F), LAYOUTS["every_second_row"](torch.randn(N, F))
+        for name, p in itertools.product(KEPT, (0.0, 0.3)):
+            assert_forward_equals_reference(activation.activation, name, p, x, bias, second)
+            assert_forward_equals_reference(activation.activation, name, p, second.half(), seed=None)
+            options = {**backward_operands(name, N, F, "cpu"), "dropout": dropout_of(p, "cpu")}
+            for sum_columns in (False, True):
+                activation.activation_backward(second, sum_columns=sum_columns, **options)
 
 
 def run_matmul() -> None:
@@ -198,6 +210,7 @@ def main() -> None:
     for threads in (1, 2):
         torch.set_num_threads(threads)
         run_quantize()
+        run_activation()
         run_matmul()
         run_blocks()
         run_graphs()
