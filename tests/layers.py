@@ -77,6 +77,9 @@ class Layer:
         switched: Gradients behind a choice made from rounded values: the term of a maximum, the sign of a ReLU.
         hook: What turns features, edges and further arguments of a pass into the layer's own, where these differ.
         fails_on: Graphs on which PyG's layer raises an error; ours is held to be finite there.
+        differences: Parameters whose gradients are differences of products as large as other gradients.
+        vanishing: Parameters whose gradients are 0 but for rounding, whatever the inputs.
+        kinked: Dense layers whose rows go through a kink.
     """
 
     name: str
@@ -87,6 +90,9 @@ class Layer:
     switched: tuple[str, ...] = ()
     hook: Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]] | None = None
     fails_on: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()
+    vanishing: tuple[str, ...] = ()
+    kinked: tuple[str, ...] = ()
 
     def theirs(self, K: int = K, M: int = M) -> nn.Module:
         layer = self._hooked(getattr(pyg, self.name)(*self.sizes(K, M), **self.build(K, M), **self.options))
@@ -110,6 +116,11 @@ class Layer:
         ours.load_state_dict(theirs.state_dict())
         return theirs, ours
 
+    @property
+    def cancelling(self) -> tuple[str, ...]:
+        """Parameters whose gradients are compared with the largest magnitude of a pass."""
+        return self.differences + self.vanishing
+
     def dynamic(self, arg: Any, rows: Any, edges: Any, num_edges: int) -> dict[int, Any] | None:
         """Dimensions of an argument behind the edges that an exported layer leaves open."""
         if not isinstance(arg, Tensor):
@@ -129,6 +140,28 @@ def appnp(args: Args = no_args, **options: Any) -> Layer:
 
 def rgcn(**options: Any) -> Layer:
     return Layer("RGCNConv", options, edge_type, lambda K, M: (K, M, NUM_RELATIONS))
+
+
+def attention(name: str, options: Mapping[str, Any], args: Args = no_args) -> Layer:
+    """A layer whose weights are a softmax.
+
+    Its gradient is ``p (t - D)``, with ``D`` the mean of ``t`` over the edges of a target: 0 where there is one edge,
+    and a difference of rounded numbers. What is in scores alone has no other. The key's bias adds the same to all
+    scores of a target, which a softmax does not see. GATv2 takes the LeakyReLU of each element of a row.
+    """
+    scores = {
+        "GATConv": ("att_src", "att_dst", "att_edge", "lin_edge.weight", "lin_dst.weight"),
+        "GATv2Conv": ("att", "lin_r.weight", "lin_r.bias", "lin_edge.weight"),
+        "TransformerConv": ("lin_key.weight", "lin_query.weight", "lin_query.bias"),
+    }
+    return Layer(
+        name,
+        options,
+        args,
+        differences=scores[name],
+        vanishing=("lin_key.bias",) if name == "TransformerConv" else (),
+        kinked=("lin_l", "lin_r") if name == "GATv2Conv" else (),
+    )
 
 
 LAYERS: dict[str, Layer] = {
@@ -172,6 +205,22 @@ LAYERS: dict[str, Layer] = {
     "rgcn": rgcn(),
     "rgcn/bases": rgcn(num_bases=2, aggr="add"),
     "rgcn/max": rgcn(aggr="max", root_weight=False, bias=False),
+    "gat": attention("GATConv", {"heads": 4, "residual": True}),
+    "gat/mean_of_heads": attention(
+        "GATConv", {"heads": 4, "concat": False, "bias": False, "add_self_loops": False, "negative_slope": 0.1}
+    ),
+    "gat/edges": attention("GATConv", {"heads": 2, "edge_dim": EDGE_DIM, "fill_value": "max"}, edge_attr),
+    "gat/reversed": attention("GATConv", {"flow": "target_to_source", "edge_dim": EDGE_DIM}, edge_attr),
+    "gatv2": attention("GATv2Conv", {}),
+    "gatv2/mean_of_heads": attention(
+        "GATv2Conv", {"heads": 4, "concat": False, "residual": True, "bias": False, "add_self_loops": False}
+    ),
+    "gatv2/edges": attention("GATv2Conv", {"heads": 2, "edge_dim": EDGE_DIM, "share_weights": True}, edge_attr),
+    "transformer": attention("TransformerConv", {"heads": 4}),
+    "transformer/no_root": attention("TransformerConv", {"root_weight": False, "bias": False}),
+    "transformer/edges": attention(
+        "TransformerConv", {"heads": 2, "concat": False, "beta": True, "edge_dim": EDGE_DIM}, edge_attr
+    ),
 }
 
 

@@ -77,7 +77,7 @@ def test_rehearsal_writes_whole_records(rehearsal: tuple[subprocess.CompletedPro
         assert re.sub(r"[^a-z0-9]+", "-", record["device"].lower()) == path.parent.name
         assert {"python", "qgnn", "torch", "torch_geometric", "triton"} <= set(record["versions"])
         assert datetime.fromisoformat(record["utc"]).utcoffset().total_seconds() == 0
-        assert (record["saved_mib"] is not None) == (suite in ("layer", "train", "attention", "memory"))
+        assert (record["saved_mib"] is not None) == (suite in ("layer", "train", "attention", "activation", "memory"))
         assert (record["peak_mib"] is not None) == (suite == "memory")  # a CPU counts it for a whole process only
 
 

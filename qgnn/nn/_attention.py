@@ -1,64 +1,26 @@
-"""What the attention layers share: the edges they attend over with features of theirs, scores in full precision."""
+"""What the attention layers share: checks, operands, scores in full precision, weights edge by edge."""
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, pad
+from torch.nn.functional import dropout
 from torch_geometric.nn import MessagePassing
-from torch_geometric.typing import SparseTensor, torch_sparse
-from torch_geometric.utils import add_self_loops, remove_self_loops
-from torch_geometric.utils.loop import compute_loop_attr
-from torch_geometric.utils.sparse import set_sparse_value
 
 from qgnn import functional
 from qgnn.autocast import without_autocast
 from qgnn.config import QConfig
-from qgnn.graph import Graph, check_edge_index, check_num_nodes, identity, kind_of, to_edges
-from qgnn.nn._common import graph_for, initialize_lazy, operand
+from qgnn.graph import Graph, check_num_nodes, identity, kind_of, to_edges
+from qgnn.nn._common import float_rows, graph_for, initialize_lazy, operand
+from qgnn.nn._edges import Edges, edges_with_loops, given_edges, matrix_with_loops
 from qgnn.nn._layer import QuantizedConv
 from qgnn.nn.epilogue import Epilogue
 from qgnn.qtensor import QTensor
 from qgnn.weak_cache import cached
 
 _SUMS = ("add", "sum")
-
-
-class Edges(NamedTuple):
-    """The edges that a layer attends over.
-
-    Args:
-        graph: The edges, sorted; self-loops are the last of the given ones.
-        attr: Features of theirs, ``[E, K]``, if the layer takes any.
-        adjacency: The same edges as PyG would return them.
-        spare: Whether the graph has one target more than the layer: where edges end that do not count.
-    """
-
-    graph: Graph
-    attr: Tensor | None
-    adjacency: Any
-    spare: bool = False
-
-    def of_targets(self, rows: Tensor) -> Tensor:
-        """``rows`` with one for each target of the graph."""
-        return pad(rows, (0, 0) * (rows.dim() - 1) + (0, 1)) if self.spare else rows
-
-    def results(self, rows: Tensor) -> Tensor:
-        """``rows`` without that of the spare target."""
-        return rows[:-1] if self.spare else rows
-
-    def with_weights(self, weights: Tensor, matrix: bool = True) -> Any:
-        """The edges and their weights as PyG's layers return them beside the result, by the kind of the edges; those of
-        a sparse matrix are its values if ``matrix``."""
-        kind = kind_of(self.adjacency)
-        if kind == "torch_sparse":
-            return self.adjacency.set_value(weights, layout="coo")
-        if kind == "sparse matrix" and matrix:
-            return set_sparse_value(self.adjacency, weights), weights
-        return (_given_edges(self.adjacency) if kind == "graph" else self.adjacency), weights
 
 
 class AttentionConv(QuantizedConv):
@@ -131,7 +93,8 @@ class AttentionConv(QuantizedConv):
         if len(pair) != 2 or pair[0] is None or (both and pair[1] is None):
             got = ", ".join("None" if rows is None else str(list(rows.shape)) for rows in pair)
             raise ValueError(
-                f"'{type(self).__name__}' expects node features as a tensor or a pair (x_source, x_target) (got ({got}))"
+                f"'{type(self).__name__}' expects node features as a tensor or a pair (x_source, x_target) (got "
+                f"({got}))"
             )
         return pair
 
@@ -172,7 +135,7 @@ class AttentionConv(QuantizedConv):
 
         Args:
             adjacency: Edges in any accepted form.
-            edge_attr: Features of the given edges; where there are none, rows that a matrix has for values are taken for them.
+            edge_attr: Features of the given edges; in place of ``None``, rows that a matrix has for values.
             num_nodes: Number of nodes that messages come from, and that they go to.
             num_loops: How many nodes get a self-loop, in place of those that edges have; ``None`` keeps the edges.
             fill_value: What the features of those are, as in PyG.
@@ -180,20 +143,27 @@ class AttentionConv(QuantizedConv):
         """
         reverse = self.flow == "target_to_source"
         kind = kind_of(adjacency)
+
+        def sort() -> Graph:
+            edge_index = to_edges(adjacency)[0]
+            return Graph.from_edge_index(edge_index.flip(0) if reverse else edge_index, num_nodes)
+
         if kind == "graph":
             check_num_nodes(adjacency, *(reversed(num_nodes) if reverse else num_nodes))
             if reverse or num_loops is not None:
                 given = adjacency
-                adjacency = cached(identity(given, weights=False), "given edges", lambda: _given_edges(given))
+                adjacency = cached(identity(given, weights=False), "given edges", lambda: given_edges(given))
                 kind = "edge_index"
         elif kind != "edge_index":
             if num_loops is not None:
-                adjacency = _matrix_with_loops(adjacency, 1.0 if self.edge_dim is None else fill_value)
+                adjacency = matrix_with_loops(adjacency, 1.0 if self.edge_dim is None else fill_value)
             value = to_edges(adjacency)[1]
             if edge_attr is None and value is not None and value.dim() == 2:  # as in PyG, other values are weights
                 edge_attr = self.checked_attr(value)
+            graph = cached(identity(adjacency, weights=False), ("edges of a matrix", num_nodes, reverse), sort)
+            return Edges(graph, edge_attr, adjacency)
         if kind == "edge_index" and num_loops is not None:
-            return _with_loops(adjacency, edge_attr, num_nodes, num_loops, reverse, fill_value, exact)
+            return edges_with_loops(adjacency, edge_attr, num_nodes, num_loops, reverse, fill_value, exact)
         graph = graph_for(self, adjacency, *num_nodes)
         return Edges(graph if graph.weight is None else graph.with_weight(None), edge_attr, adjacency)
 
@@ -208,127 +178,6 @@ class AttentionConv(QuantizedConv):
     def by_node(self, out: Tensor) -> Tensor:
         """The heads of each node side by side, or their mean."""
         return out.flatten(1) if self.concat else out.mean(1)
-
-
-def num_loops_of(num_nodes: tuple[int, int], x: tuple[Any, Any]) -> int:
-    """How many nodes are on both ends of edges."""
-    if x[0] is x[1]:
-        return num_nodes[0]
-    return torch.sym_min(*num_nodes)  # type: ignore[no-any-return]
-
-
-class LoopedEdges:
-    """Edges without self-loops of their own, and behind them one for each of the first nodes.
-
-    Args:
-        edge_index: The given edges.
-        num_nodes: Number of nodes that messages come from, and that they go to.
-        num_loops: Number of self-loops.
-        reverse: Whether messages flow against the edges.
-        fixed_shape: Leave self-loops of the edges' own in the list, to a spare target behind the others, so that no
-            shape depends on data.
-    """
-
-    def __init__(
-        self, edge_index: Tensor, num_nodes: tuple[int, int], num_loops: int, reverse: bool, fixed_shape: bool
-    ) -> None:
-        edge_index = edge_index.flip(0) if reverse else edge_index
-        num_sources, num_targets = num_nodes
-        check_edge_index(edge_index, num_sources, num_targets)
-        self.num_loops, self.reverse, self.spare = num_loops, reverse, fixed_shape
-        self.num_filled = num_sources if reverse else num_targets
-        self.kept = None
-        is_loop = edge_index[0] == edge_index[1]
-        if fixed_shape:
-            edge_index = torch.stack([edge_index[0], torch.where(is_loop, num_targets, edge_index[1])])
-            num_targets = num_targets + 1
-        else:
-            self.kept = (~is_loop).nonzero().squeeze(1)
-            edge_index = edge_index[:, self.kept]
-        node = torch.arange(num_loops, dtype=edge_index.dtype, device=edge_index.device)
-        edge_index = torch.cat([edge_index, node.expand(2, -1)], dim=1)
-        self.graph = Graph.from_edge_index(edge_index, (num_sources, num_targets))
-
-    @cached_property
-    def filled(self) -> Graph:
-        """The edges by the node whose self-loop their features fill: the second one given, wherever messages flow.
-        Those that do not count are behind all nodes."""
-        source, target = (
-            self.graph.incidence(side)[2][: self.graph.num_edges - self.num_loops] for side in ("source", "target")
-        )
-        node = source if self.reverse else target
-        if self.spare:
-            node = torch.where(target == self.graph.num_targets - 1, self.num_filled, node)
-        return Graph.from_edge_index(torch.stack([node, node]), self.num_filled + 1)
-
-    def features(self, edge_attr: Tensor, fill_value: float | Tensor | str) -> Tensor:
-        """Features of the given edges, and those of the self-loops, as PyG fills them in."""
-        kept = edge_attr if self.kept is None else edge_attr.index_select(0, self.kept)
-        if not isinstance(fill_value, str):
-            loops = compute_loop_attr(kept, kept, self.num_loops, False, fill_value)
-        elif fill_value in ("add", "sum", "mean"):  # in fixed order, on every device
-            loops = functional.incidence_sum(self.filled, kept)[: self.num_loops]
-            if fill_value == "mean":
-                loops = loops / self.filled.in_degree[: self.num_loops, None].clamp_min(1)
-        else:
-            ends = self.filled.incidence("target")[2].long().expand(2, -1)
-            loops = compute_loop_attr(ends, kept, self.num_filled + 1, False, fill_value)[: self.num_loops]
-        return torch.cat([kept, loops])
-
-
-def _with_loops(
-    edge_index: Any,
-    edge_attr: Tensor | None,
-    num_nodes: tuple[int, int],
-    num_loops: int,
-    reverse: bool,
-    fill_value: Any,
-    exact: bool,
-) -> Edges:
-    key = (num_nodes, num_loops, reverse)
-
-    def build() -> LoopedEdges:
-        fixed_shape = torch.compiler.is_compiling() and not exact
-        return LoopedEdges(to_edges(edge_index)[0], num_nodes, num_loops, reverse, fixed_shape)
-
-    tensors = identity(edge_index, weights=False)
-    looped = cached(tensors, ("edges with loops", *key), build)
-    if edge_attr is not None:
-        if edge_attr.shape[0] != edge_index.shape[1]:
-            raise ValueError(
-                f"'edge_attr' expects a row for each of {edge_index.shape[1]} edges (got {list(edge_attr.shape)})"
-            )
-        given, keep = edge_attr, not isinstance(fill_value, Tensor)
-        edge_attr = cached(
-            (given, *tensors),
-            ("features with loops", None if isinstance(fill_value, Tensor) else fill_value, *key),
-            lambda: looped.features(given, fill_value),
-            keep=keep,
-        )
-    adjacency = None
-    if exact:
-        adjacency = _given_edges(looped.graph)
-        adjacency = adjacency.flip(0) if reverse else adjacency
-    return Edges(looped.graph, edge_attr, adjacency, looped.spare)
-
-
-def _given_edges(graph: Graph) -> Tensor:
-    """The edges as they were given, int64 COO."""
-    return torch.stack([end.index_select(0, graph.given_order).long() for end in (graph.csr.index, graph.target)])
-
-
-def _matrix_with_loops(matrix: Any, fill_value: Any) -> Any:
-    """A sparse matrix with self-loops as PyG puts them in."""
-
-    def build() -> Any:
-        if isinstance(matrix, SparseTensor):
-            return torch_sparse.set_diag(matrix)
-        own = matrix.coalesce() if matrix.layout == torch.sparse_coo else matrix
-        return add_self_loops(remove_self_loops(own)[0], None, fill_value)[0]
-
-    if isinstance(fill_value, Tensor):
-        return build()
-    return cached(identity(matrix, weights=True), ("matrix with loops", fill_value), build)
 
 
 def score_weight(att: Tensor, weight: Tensor) -> Tensor:
@@ -348,7 +197,9 @@ def score_product(x: Tensor | QTensor, codes: Tensor | QTensor, weight: Tensor) 
         codes: The same as the other products take them.
         weight: Of :func:`score_weight`.
     """
-    value = x if isinstance(x, Tensor) else x.dequantize() if x.origin is None else x.origin
+    value = float_rows(x)
+    if torch.compiler.is_compiling():  # which decides what is kept
+        return value.to(weight.dtype) @ weight.t()
     if isinstance(codes, Tensor):
         return _ScoreProduct.apply(value, weight, value, None)
     return _ScoreProduct.apply(value, weight, codes.codes, codes.scale)

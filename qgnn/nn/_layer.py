@@ -28,10 +28,11 @@ class Quantized:
     epilogue: Epilogue | None
     training: bool
     pyg: ClassVar[type[nn.Module]]  # the class that this one stands in for
+    has_network: ClassVar[bool] = False  # whether it runs a module that somebody gave it, under their autocast
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "forward" in cls.__dict__:
+        if "forward" in cls.__dict__ and not cls.has_network:
             cls.forward = _without_autocast(cls.forward)  # type: ignore[attr-defined]
         for base in cls.__mro__:
             if base.__module__.startswith("torch_geometric."):

@@ -11,8 +11,9 @@ from torch_geometric.nn.conv import GATConv
 
 from qgnn import functional
 from qgnn.config import QConfig
-from qgnn.nn._attention import AttentionConv, num_loops_of, score_product, score_weight
-from qgnn.nn._common import initialize_lazy, operand
+from qgnn.nn._attention import AttentionConv, score_product, score_weight
+from qgnn.nn._common import initialize_lazy
+from qgnn.nn._edges import num_loops_of
 from qgnn.nn.epilogue import Epilogue
 
 
@@ -132,7 +133,7 @@ class QGATConv(AttentionConv, GATConv):
         weights = None
         if return_attention_weights:
             scores = functional.sddmm(edges.graph, score_source, score_target, "add")
-            if edges.attr is not None:
+            if edges.attr is not None and edge_weight is not None:
                 scores = scores + edges.attr.to(scores.dtype) @ edge_weight.t()
             out, weights, _ = self.weighted_sum(edges, rows, leaky_relu(scores, self.negative_slope))
         else:

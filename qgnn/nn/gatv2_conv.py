@@ -10,8 +10,9 @@ from torch_geometric.nn.conv import GATv2Conv
 
 from qgnn import functional
 from qgnn.config import QConfig
-from qgnn.nn._attention import AttentionConv, num_loops_of
+from qgnn.nn._attention import AttentionConv
 from qgnn.nn._common import initialize_lazy
+from qgnn.nn._edges import num_loops_of
 from qgnn.nn.epilogue import Epilogue
 
 
@@ -28,7 +29,8 @@ class QGATv2Conv(AttentionConv, GATv2Conv):
     Both products take the same codes of ``x``; scores and weighted sum are one pass over the edges that gathers int8
     rows, forward and backward. A :class:`torch_geometric.nn.GATv2Conv` with the same parameters and state dict. What
     :class:`QGATConv` says of graphs, of PyG's own path and of ``return_attention_weights`` holds here too, but that the
-    scores are made of rounded rows, and those that ``return_attention_weights`` asks for of rows that are not.
+    scores are made of rounded rows, and those that ``return_attention_weights`` asks for of rows that are not. Where
+    rounding moves an element to the other side of the LeakyReLU's kink, its gradient is that of the other side.
 
     Args:
         in_channels: Size of each input row, or ``-1`` to take it from the first input; a pair for bipartite graphs.

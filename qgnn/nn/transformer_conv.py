@@ -11,8 +11,9 @@ from torch_geometric.nn.conv import TransformerConv
 
 from qgnn import functional
 from qgnn.config import QConfig
-from qgnn.nn._attention import AttentionConv, Edges
+from qgnn.nn._attention import AttentionConv
 from qgnn.nn._common import initialize_lazy
+from qgnn.nn._edges import Edges
 from qgnn.nn.epilogue import Epilogue
 
 
@@ -82,9 +83,7 @@ class QTransformerConv(AttentionConv, TransformerConv):
         epilogue: Epilogue | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight, **kwargs
-        )
+        super().__init__(in_channels, out_channels, heads, concat, beta, dropout, edge_dim, bias, root_weight, **kwargs)
         self.configure(config, epilogue)
 
     def forward(

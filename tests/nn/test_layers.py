@@ -3,6 +3,8 @@
 import copy
 import inspect
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from graphs import GRAPHS
 from layer_cases import assert_equal_pass, assert_same_pass, passes
 from layers import LAYERS, K, exact_pair, learned
-from qgnn import QConfig
+from qgnn import QConfig, functional
 
 NEAREST = QConfig(rounding="nearest")
 ALL = pytest.mark.parametrize("name", LAYERS)
@@ -19,6 +21,8 @@ ALL = pytest.mark.parametrize("name", LAYERS)
 
 def sqnr(actual: Tensor, expected: Tensor) -> float:
     """Signal-to-quantization-noise ratio in dB."""
+    if torch.equal(actual, expected):  # also what neither of them uses
+        return float("inf")
     noise = (actual.double() - expected.double()).square().sum()
     return float(10 * torch.log10(expected.double().square().sum() / noise))
 
@@ -32,7 +36,25 @@ def test_layer_equals_pyg_without_quantization(name: str) -> None:
             assert all(t.isfinite().all() for t in passes(ours, x, edge_index, *args, extra=learned(args)).values())
             continue
         expected = passes(theirs, x, edge_index, *args, extra=learned(args))
-        assert_same_pass(passes(ours, x, edge_index, *args, extra=learned(args)), expected)
+        actual = passes(ours, x, edge_index, *args, extra=learned(args))
+        assert_same_pass(actual, expected, differences=LAYERS[name].cancelling)
+
+
+@contextmanager
+def rows_of(ours: nn.Module, theirs: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
+    """PyG's dense layers ``names`` give the rows that ours come to when they are rounded to nearest, by heads, to be
+    gathered; their gradients are their own."""
+
+    def hook(linear: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        codes = functional.quantize(args[0], NEAREST)
+        rows = functional.linear(codes, linear.weight, linear.bias, config=NEAREST)
+        rounded = functional.quantize(rows.view(-1, ours.heads, ours.out_channels), NEAREST).dequantize()
+        return out + (rounded.view(out.shape) - out).detach()
+
+    handles = [linear.register_forward_hook(hook) for linear in {getattr(theirs, name) for name in names}]
+    yield
+    for handle in handles:
+        handle.remove()
 
 
 @ALL
@@ -43,16 +65,29 @@ def test_layer_in_int8_has_the_error_of_int8(name: str) -> None:
     Values with noise of 37 dB, 1.4 %, fall on the other side of 0 (of a second largest term) in 1.4 % / pi = 0.45 % of
     all cases, and then move a gradient that half of them have (or take one from here to there): 0.9 % of the power is
     20 dB. Twice that is allowed.
+
+    Differences of such gradients, which GATv2's of the targets' rows are, keep less: there the gradient is held to
+    that of PyG's layer with all its rows on the same side of 0.
     """
     torch.manual_seed(2)
-    theirs, ours = LAYERS[name].pair(QConfig(), 64, 32)
+    layer = LAYERS[name]
+    theirs, ours = layer.pair(QConfig(), 64, 32)
     edge_index, num_nodes = GRAPHS["random"]
-    x, args = torch.randn(num_nodes, 64), LAYERS[name].args(edge_index, num_nodes)
+    x, args = torch.randn(num_nodes, 64), layer.args(edge_index, num_nodes)
     expected = passes(theirs, x, edge_index, *args, extra=learned(args))
     actual = passes(ours, x, edge_index, *args, extra=learned(args))
-    ratios = {key: sqnr(actual[key], value) for key, value in expected.items() if value.numel() > 1}
-    assert ratios.pop("out") >= 34
-    assert all(ratios.pop(key) >= 17 for key in LAYERS[name].switched)
+    assert sqnr(actual["out"], expected["out"]) >= 34
+    if layer.kinked:
+        ours.configure(NEAREST)
+        actual = passes(ours, x, edge_index, *args, extra=learned(args))
+        with rows_of(ours, theirs, layer.kinked):
+            expected = passes(theirs, x, edge_index, *args, extra=learned(args))
+    largest = max(value.abs().max() for value in expected.values())
+    for key in (f"d{parameter}" for parameter in layer.vanishing if f"d{parameter}" in expected):
+        assert actual.pop(key).abs().max() <= 1e-5 * largest  # fp32 sums of terms that cancel
+        del expected[key]
+    ratios = {key: sqnr(actual[key], value) for key, value in expected.items() if value.numel() > 1 and key != "out"}
+    assert all(ratios.pop(key) >= 17 for key in layer.switched)
     assert all(ratio >= 30 for ratio in ratios.values()), ratios
 
 

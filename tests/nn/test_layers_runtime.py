@@ -58,7 +58,8 @@ def test_layer_compiles_once_for_all_graphs(name: str, config: QConfig | None) -
         expected = passes(Named(layer, layer), x, edge_index, *args, extra=learned(args))
         actual = passes(Named(run, layer), x, edge_index, *args, extra=learned(args))
         # Edges that a compiled graph keeps with weight 0 change the order of sums, and a last bit a code.
-        assert_same_pass(actual, expected, rel=1e-5 if config is None else 2e-2)
+        rel = 1e-5 if config is None else 2e-2
+        assert_same_pass(actual, expected, rel, LAYERS[name].cancelling)
         counts.append(counter.frame_count)
     assert counts[0] == counts[-1]  # more than 1 where the compiler starts over, to take a layer's float for a constant
 
@@ -94,7 +95,8 @@ def test_layer_can_be_recorded(name: str, config: QConfig | None) -> None:
         rest = iter(leaves[1:])
         taken = [next(rest) if any(arg is t for t in learned(args)) else arg for arg in args]
         out = layer(leaves[0], edge_index, *taken)
-        return (out.detach(), *torch.autograd.grad(out.square().sum(), [*leaves, *layer.parameters()]))
+        inputs = [*leaves, *layer.parameters()]
+        return (out.detach(), *torch.autograd.grad(out.square().sum(), inputs, materialize_grads=True))
 
     tensors = (x, *(t.detach() for t in given))
     replay = record(step, tensors)
@@ -157,7 +159,10 @@ def test_layer_gives_the_type_of_its_input_under_autocast(
             with torch.autocast("cpu", dtype):
                 return layer(*given)
 
-    assert_equal_pass(passes(Autocast(), x, edge_index, *args, extra=learned(args)), expected)
+    actual = passes(Autocast(), x, edge_index, *args, extra=learned(args))
+    assert {key: t.dtype for key, t in actual.items()} == {key: t.dtype for key, t in expected.items()}
+    if not layer.has_network:
+        assert_equal_pass(actual, expected)
     low = x.to(dtype)
     with torch.autocast("cpu", dtype):
         assert layer(low, edge_index, *args).dtype == dtype
@@ -175,6 +180,8 @@ def test_layer_works_in_half_types(name: str, config: QConfig | None, dtype: tor
     eps = torch.finfo(dtype).eps
     for key in ("out", "dx"):
         assert actual[key].dtype == dtype
+        if key in LAYERS[name].switched:
+            continue
         # inputs and each of a handful of results are rounded to the type; codes of rounded inputs move by a step
         assert relative_error(actual[key], expected[key]) < 8 * eps + (0.03 if config else 0), key
 
@@ -187,7 +194,8 @@ def test_layer_computes_float64_in_float64(name: str) -> None:
         t.detach().double().requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t for t in args
     )
     expected = passes(theirs, x.double(), edge_index, *args, extra=learned(args))
-    assert_same_pass(passes(ours, x.double(), edge_index, *args, extra=learned(args)), expected, rel=1e-12)
+    actual = passes(ours, x.double(), edge_index, *args, extra=learned(args))
+    assert_same_pass(actual, expected, 1e-12, LAYERS[name].cancelling)
 
 
 @ALL

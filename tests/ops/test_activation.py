@@ -1,5 +1,6 @@
 """``qgnn::activation`` and ``functional.activation``: torch's functions, their gradients, and what is kept of them."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -164,6 +165,16 @@ def test_gradients_of_codes_are_unbiased() -> None:
         return gradients(run, {"x": x, "bias": bias}, upstream)[1]
 
     assert_unbiased(draw, draw(0, None))
+
+
+def test_codes_take_other_bits_than_dropout() -> None:
+    """One seed serves both. Of -1, a share of the elements that are kept is rounded up that is the step's fraction."""
+    tensors = {"x": torch.full((2000, 64), -1.0)}
+    _, grads = gradients(lambda x: activation(x, "elu", 0.5, config=INT8, seed=5), tensors)
+    code = grads["x"][grads["x"] != 0] * 255 / 2
+    fraction = math.exp(-1) * 255 % 1
+    up, n = (code > math.exp(-1) * 255).double().mean(), code.numel()
+    assert_plausible([(up - fraction) / (fraction * (1 - fraction) / n) ** 0.5], "share of codes that are rounded up")
 
 
 # --- what is kept
