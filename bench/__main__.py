@@ -31,6 +31,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--since", metavar="UTC", help="report: a text table of the records made since then")
     readme_help = "report: rewrite what is between the markers of README.md (or FILE)"
     parser.add_argument("--readme", type=Path, nargs="?", const=ROOT / "README.md", metavar="FILE", help=readme_help)
+    parser.add_argument("--root", type=Path, metavar="DIR", help="accuracy: where the data sets are, as in qgnn train")
     parser.add_argument("--case", default="", metavar="PREFIX", help="only the cases whose name starts so")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="report: write PNG files there")
     options = parser.parse_args(arguments)
@@ -88,7 +89,7 @@ def measure(options: argparse.Namespace) -> int:
     records: list[Record] = []
     broken = []
     for suite in options.suites:
-        declared = cases(suite, Setting(device, options.quick))
+        declared = cases(suite, Setting(device, options.quick, options.root))
         measured = harness.measure_all(
             suite,
             (case for case in declared if case.name.startswith(options.case)),

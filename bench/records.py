@@ -14,7 +14,7 @@ RESULTS = ROOT / "bench" / "results"
 
 FIELDS = (
     *("suite", "case", "provider", "pass", "median_ms", "p20_ms", "p80_ms", "peak_mib", "saved_mib", "bytes"),
-    *("error", "ok", "device", "commit", "dirty", "versions", "utc"),
+    *("error", "ok", "test_acc", "device", "commit", "dirty", "versions", "utc"),
 )
 
 Record = dict[str, Any]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
@@ -35,6 +36,7 @@ class Setting:
 
     device: torch.device
     quick: bool = False
+    root: Path | None = None  # of real data sets
 
     @property
     def is_cuda(self) -> bool:

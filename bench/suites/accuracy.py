@@ -1,0 +1,133 @@
+"""PyG's own models on real data, as they are and after ``qgnn.quantize_``: equal splits, recipes and first weights.
+
+A case is one training run. Its gate looks at the untrained model: what conversion may change of its result is rounding.
+What is recorded is the test accuracy at the best validation epoch, and the time of a training step.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch_geometric.data import Data
+from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE
+
+import qgnn
+from qgnn.cli.run import normalize_rows
+from qgnn.data import DatasetError
+from qgnn.data.datasets import ENTRIES
+
+from ..clock import make_clock
+from ..harness import Case, Measured, Provider, UnavailableError
+from .inputs import INT8, TOLERANCE, Setting, graph, graph_name
+
+DATASETS = ("cora", "pubmed", "photo", "dblp")
+# Sums over neighbors grow with the degree: GIN trains with normalization, as in the paper's code.
+MODELS: dict[str, Callable[..., torch.nn.Module]] = {
+    "gcn": GCN,
+    "sage": GraphSAGE,
+    "gat": partial(GAT, heads=8),
+    "gin": partial(GIN, norm="batch_norm"),
+}
+PROVIDERS = {"fp32": "pyg coo fp32", "int8": "qgnn int8"}
+NUM_SEEDS, NUM_EPOCHS = 5, 100
+QUICK_SEEDS, QUICK_EPOCHS = 1, 3
+HIDDEN, KIPF_HIDDEN = 64, 16
+DROPOUT, LEARNING_RATE, WEIGHT_DECAY = 0.5, 0.01, 5e-4
+
+
+@lru_cache(maxsize=1)
+def load(name: str, setting: Setting) -> Data:
+    """A data set with one split; rows of the citation graphs sum to one, as in Kipf and Welling."""
+    if setting.quick:
+        return graph("arxiv", setting)
+    try:
+        data = qgnn.data.load(name, setting.root)
+    except DatasetError as error:
+        raise UnavailableError(f"{error}; --root names the folder of the data sets") from error
+    return (normalize_rows(data) if is_planetoid(name) else data).to(setting.device)
+
+
+def is_planetoid(name: str) -> bool:
+    return name in ENTRIES and ENTRIES[name].cls == "Planetoid"
+
+
+class Problem:
+    """One model on one data set, from one seed."""
+
+    def __init__(self, dataset: str, kind: str, seed: int, setting: Setting) -> None:
+        self.dataset, self.kind, self.seed, self.setting = dataset, kind, seed, setting
+        name = graph_name("arxiv", setting) if setting.quick else dataset
+        self.name, self.run = f"{name}/{kind}", f"seed{seed}"
+
+    @property
+    def data(self) -> Data:
+        return load(self.dataset, self.setting)
+
+    def model(self) -> torch.nn.Module:
+        """PyG's, with the weights that follow from the seed."""
+        torch.manual_seed(self.seed)
+        hidden = KIPF_HIDDEN if self.kind == "gcn" and is_planetoid(self.dataset) else HIDDEN
+        sizes = {"in_channels": self.data.num_features, "hidden_channels": hidden, "num_layers": 2}
+        num_classes = int(self.data.y.max()) + 1
+        return MODELS[self.kind](**sizes, out_channels=num_classes, dropout=DROPOUT).to(self.setting.device)
+
+    @torch.no_grad()
+    def exact(self) -> Sequence[Tensor]:
+        """What the untrained model makes of the data in float64."""
+        return [self.model().double().eval()(self.data.x.double(), self.data.edge_index)]
+
+    def measure(self, precision: str) -> Measured:
+        model = self.model()
+        if precision == "int8":
+            qgnn.quantize_(model, INT8)
+        with torch.no_grad():
+            untrained = model.eval()(self.data.x, self.data.edge_index)
+        test_acc, times_ms = self.train(model)
+        return Measured([untrained], times_ms, None, None, test_acc)
+
+    def train(self, model: torch.nn.Module) -> tuple[float, list[float]]:
+        """Test accuracy at the best validation epoch, and the times of the steps."""
+        data = copy.copy(self.data)
+        data.edge_index = data.edge_index.clone()  # a prepared graph lives as long as its edges: it ends with the run
+        optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+        clock = make_clock(self.setting.device)
+        times_ms = []
+        best_val_acc, test_acc = -1.0, 0.0
+
+        def step() -> None:
+            optimizer.zero_grad()
+            out = model(data.x, data.edge_index)
+            F.cross_entropy(out[data.train_mask], data.y[data.train_mask]).backward()
+            optimizer.step()
+
+        for _ in range(QUICK_EPOCHS if self.setting.quick else NUM_EPOCHS):
+            model.train()
+            times_ms.append(clock.time(step))
+            val_acc, test_acc_now = evaluate(model.eval(), data)
+            if val_acc > best_val_acc:
+                best_val_acc, test_acc = val_acc, test_acc_now
+        return test_acc, times_ms
+
+    def case(self, precision: str) -> Case:
+        provider = Provider(PROVIDERS[precision], partial(self.measure, precision), TOLERANCE[precision])
+        return Case(f"{self.name}/{precision}/{self.run}", "step", self.exact, [provider])
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, data: Data) -> tuple[float, float]:
+    """Accuracy on the validation and on the test nodes."""
+    right = model(data.x, data.edge_index).argmax(dim=1) == data.y
+    val_acc, test_acc = (right[mask].float().mean() for mask in (data.val_mask, data.test_mask))
+    return float(val_acc), float(test_acc)
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    for dataset in setting.shapes(*DATASETS):
+        for kind in MODELS:
+            for seed in range(QUICK_SEEDS if setting.quick else NUM_SEEDS):
+                problem = Problem(dataset, kind, seed, setting)
+                for precision in PROVIDERS:  # in turn, so that a busy moment does not hit only one
+                    yield problem.case(precision)
