@@ -38,6 +38,16 @@ def edge_attr(edge_index: Tensor, num_nodes: int) -> tuple[Any, ...]:
     return (torch.randn(edge_index.shape[1], EDGE_DIM).requires_grad_(),)
 
 
+def constant_weight(edge_index: Tensor, num_nodes: int) -> tuple[Any, ...]:
+    """Positive weights, a column of them."""
+    return (torch.rand(edge_index.shape[1], 1) + 0.1,)
+
+
+def mlp(K: int, M: int) -> dict[str, Any]:
+    """Two dense layers, smooth in between: a ReLU there would flip with the rounding in front of it."""
+    return {"nn": nn.Sequential(nn.Linear(K, M), nn.Tanh(), nn.Linear(M, M))}
+
+
 @dataclass(frozen=True)
 class Layer:
     """A layer with some options.
@@ -48,6 +58,7 @@ class Layer:
         args: What a pass takes behind the edges.
         sizes: Arguments of the constructor that are sizes, for columns in and out.
         build: Makes the arguments of the constructor that are modules, anew for each layer.
+        switched: Gradients behind a choice made from rounded values: the term of a maximum, the sign of a ReLU.
     """
 
     name: str
@@ -55,6 +66,7 @@ class Layer:
     args: Args = no_args
     sizes: Callable[[int, int], tuple[Any, ...]] = lambda K, M: (K, M)
     build: Callable[[int, int], dict[str, Any]] = lambda K, M: {}
+    switched: tuple[str, ...] = ()
 
     def theirs(self, K: int = K, M: int = M) -> nn.Module:
         layer = getattr(pyg, self.name)(*self.sizes(K, M), **self.build(K, M), **self.options)
@@ -79,6 +91,32 @@ LAYERS: dict[str, Layer] = {
     "gcn/weighted": Layer("GCNConv", args=edge_weight),
     "gcn/no_normalize": Layer("GCNConv", {"normalize": False, "bias": False}),
     "gcn/reversed": Layer("GCNConv", {"flow": "target_to_source"}),
+    "sage": Layer("SAGEConv"),
+    "sage/narrow": Layer("SAGEConv", sizes=lambda K, M: (K, M // 3)),  # the product comes first
+    "sage/wide": Layer("SAGEConv", sizes=lambda K, M: (K, 2 * K)),  # the aggregation comes first
+    "sage/sum": Layer("SAGEConv", {"aggr": "sum"}),
+    "sage/max": Layer("SAGEConv", {"aggr": "max"}, switched=("dx",)),
+    "sage/min": Layer("SAGEConv", {"aggr": "min", "root_weight": False}, switched=("dx",)),
+    "sage/normalize": Layer("SAGEConv", {"normalize": True}),
+    "sage/project": Layer("SAGEConv", {"project": True}, switched=("dx", "dlin.weight", "dlin.bias")),
+    "sage/no_root": Layer("SAGEConv", {"root_weight": False}),
+    "sage/no_bias": Layer("SAGEConv", {"bias": False}),
+    "sage/reversed": Layer("SAGEConv", {"flow": "target_to_source"}),
+    "graph": Layer("GraphConv"),
+    "graph/weighted": Layer("GraphConv", args=edge_weight),
+    "graph/wide": Layer("GraphConv", {"bias": False}, args=edge_weight, sizes=lambda K, M: (K, 2 * K)),
+    "graph/mean": Layer("GraphConv", {"aggr": "mean"}, args=constant_weight),
+    "graph/max": Layer("GraphConv", {"aggr": "max"}, args=edge_weight, switched=("dx", "dextra0")),
+    "gin": Layer("GINConv", {"eps": 0.5}, sizes=lambda K, M: (), build=mlp),
+    "gin/train_eps": Layer("GINConv", {"train_eps": True, "aggr": "mean"}, sizes=lambda K, M: (), build=mlp),
+    "gine": Layer(
+        "GINEConv",
+        {"train_eps": True, "edge_dim": EDGE_DIM},
+        edge_attr,
+        sizes=lambda K, M: (),
+        build=mlp,
+        switched=("dx", "dlin.weight", "dlin.bias", "dextra0"),
+    ),
 }
 
 

@@ -62,6 +62,13 @@ def operand(x: Tensor | QTensor, config: QConfig | None, *, shared: bool = False
     return x
 
 
+def float_rows(x: Tensor | QTensor) -> Tensor:
+    """``x`` in full precision: what codes were made of, where that needs a gradient, else what they stand for."""
+    if isinstance(x, QTensor):
+        return x.dequantize() if x.origin is None else x.origin
+    return x
+
+
 def activate(
     x: Tensor,
     epilogue: Epilogue | None,
@@ -102,6 +109,9 @@ def graph_for(conv: MessagePassing, edges: Any, num_sources: int, num_targets: i
 
     def reverse() -> Graph:
         edge_index, weight = to_edges(edges)
+        if isinstance(edges, Graph):  # values of edges come in the order in which its edges were given
+            edge_index = edge_index.index_select(1, edges.given_order)
+            weight = None if weight is None else weight.index_select(0, edges.given_order)
         return Graph.from_edge_index(edge_index.flip(0), num_nodes, weight)
 
     return cached(identity(edges, weights=True), ("reversed graph", num_nodes), reverse)
@@ -119,7 +129,7 @@ def aggregate(
     """:func:`functional.spmm`, also of several sets of rows on one graph, ``[B, N, F]``, as PyG takes them."""
     if len(x.shape) == 2:
         return functional.spmm(graph, x, edge_weight, reduce, config=config, **epilogue)
-    rows = x.dequantize() if isinstance(x, QTensor) else x
+    rows = float_rows(x)
     batch, num_nodes, width = rows.shape
     wide = rows.transpose(0, 1).reshape(num_nodes, batch * width)
     out = functional.spmm(graph, wide, edge_weight, reduce, config=config, **epilogue)

@@ -11,7 +11,7 @@ from torch_geometric.nn.conv import MessagePassing
 from qgnn import trace
 from qgnn.config import QConfig, check_product_config
 from qgnn.graph import Graph
-from qgnn.nn._common import activate, active_config, has_custom_messages, is_custom, restore_propagate
+from qgnn.nn._common import activate, active_config, float_rows, has_custom_messages, is_custom, restore_propagate
 from qgnn.nn.epilogue import Epilogue, check_epilogue
 from qgnn.qtensor import QTensor
 
@@ -31,6 +31,11 @@ class Quantized:
             if base.__module__.startswith("torch_geometric."):
                 cls.pyg = base
                 return
+
+    @property
+    def note(self) -> str | None:
+        """What a summary of a model has to say about this layer."""
+        return None
 
     def configure(self, config: QConfig | None, epilogue: Epilogue | None = None) -> None:
         """Set what is quantized, and what is applied to the result."""
@@ -102,4 +107,4 @@ class QuantizedConv(Quantized):
 def _dequantized(x: Any) -> Any:
     if isinstance(x, (tuple, list)):
         return tuple(_dequantized(part) for part in x)
-    return x.dequantize() if isinstance(x, QTensor) else x
+    return float_rows(x) if isinstance(x, QTensor) else x

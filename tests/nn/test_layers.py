@@ -39,7 +39,12 @@ def test_layer_equals_pyg_without_quantization(name: str) -> None:
 @ALL
 def test_layer_in_int8_has_the_error_of_int8(name: str) -> None:
     """A row of N(0, 1) has its absmax at 3 deviations; stochastic steps of absmax / 127 make 39 dB a product, and each
-    further operand that is rounded takes 3 dB at most."""
+    further operand that is rounded takes 3 dB at most.
+
+    Values with noise of 37 dB, 1.4 %, fall on the other side of 0 (of a second largest term) in 1.4 % / pi = 0.45 % of
+    all cases, and then move a gradient that half of them have (or take one from here to there): 0.9 % of the power is
+    20 dB. Twice that is allowed.
+    """
     torch.manual_seed(2)
     theirs, ours = LAYERS[name].pair(QConfig(), 64, 32)
     edge_index, num_nodes = GRAPHS["random"]
@@ -48,6 +53,7 @@ def test_layer_in_int8_has_the_error_of_int8(name: str) -> None:
     actual = passes(ours, x, edge_index, *args, extra=learned(args))
     ratios = {key: sqnr(actual[key], value) for key, value in expected.items() if value.numel() > 1}
     assert ratios.pop("out") >= 34
+    assert all(ratios.pop(key) >= 17 for key in LAYERS[name].switched)
     assert all(ratio >= 30 for ratio in ratios.values()), ratios
 
 

@@ -1,0 +1,108 @@
+"""QGINEConv: graph isomorphism convolution with features of edges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn.conv import GINEConv
+
+from qgnn import functional
+from qgnn.config import QConfig
+from qgnn.nn._common import float_rows, initialize_lazy, operand
+from qgnn.nn._neighbors import NeighborConv, add_root
+from qgnn.nn.epilogue import Epilogue
+from qgnn.qtensor import QTensor
+
+
+class QGINEConv(NeighborConv, GINEConv):
+    r"""The operator of `"Strategies for Pre-training Graph Neural Networks" <https://arxiv.org/abs/1905.12265>`_ on
+    integer operands:
+
+    .. math::
+        \mathbf{x}^{\prime}_i = h_{\mathbf{\Theta}} \left( (1 + \epsilon) \cdot \mathbf{x}_i +
+        \sum_{j \in \mathcal{N}(i)} \mathrm{ReLU} ( \mathbf{x}_j + \mathbf{e}_{j,i} ) \right).
+
+    It differs from :class:`QGINConv` in the messages, one an edge: rows and edge features meet in full precision, and
+    the messages are rounded to int8 to be summed. The dense layer of ``edge_dim`` runs on int8 codes. A
+    :class:`torch_geometric.nn.GINEConv` with the same parameters and state dict.
+
+    Args:
+        nn: The network :math:`h_{\mathbf{\Theta}}`; see :class:`QGINConv`.
+        eps: :math:`\epsilon`, at first.
+        train_eps: Whether to learn it.
+        edge_dim: Size of each row of edge features, which a dense layer then takes to that of ``x``; ``None`` if they
+            are of one size.
+        config: How to quantize; ``None`` is full precision through the same kernels.
+        epilogue: What to apply to the result of ``nn``.
+        **kwargs: Further arguments of :class:`torch_geometric.nn.MessagePassing`. An ``aggr`` other than ``"add"`` runs
+            on PyG's path in full precision, which :attr:`note` tells.
+
+    Shapes:
+        - **input:** as :class:`QGINConv`, and features of edges ``[E, D]``
+        - **output:** ``[N, F_out]``, ``[B, N, F_out]`` or ``[T, F_out]``
+
+    Raises:
+        TypeError: If ``config`` is no :class:`qgnn.QConfig`, or ``x`` is not a dense floating-point tensor.
+        ValueError: If edges, their features, node features and ``size`` do not fit together.
+
+    Example:
+        >>> conv = QGINEConv(torch_geometric.nn.MLP([64, 64, 32]), edge_dim=8)
+        >>> out = conv(x, edge_index, edge_attr)
+    """
+
+    reduces = ("sum",)
+
+    def __init__(
+        self,
+        nn: torch.nn.Module,
+        eps: float = 0.0,
+        train_eps: bool = False,
+        edge_dim: int | None = None,
+        *,
+        config: QConfig | None = QConfig(),
+        epilogue: Epilogue | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(nn, eps, train_eps, edge_dim, **kwargs)
+        self.configure(config, epilogue)
+
+    def forward(
+        self,
+        x: Tensor | QTensor | tuple[Tensor | QTensor, Tensor | QTensor | None],
+        edge_index: Any,
+        edge_attr: Tensor | None = None,
+        size: tuple[int | None, int | None] | None = None,
+    ) -> Tensor:
+        """Convolve ``x`` over the graph."""
+        if self.takes_messages(x, *(() if self.lin is None else (self.lin,))):
+            return self.messages(x, edge_index, edge_attr, size)
+        source, target, graph = self.ends(x, edge_index, size)
+        rows = float_rows(source)
+        edge_rows = self._edge_rows(edge_attr, graph.num_edges, rows.shape[-1])
+        if rows.dim() == 3:  # nodes first, as functions take them
+            rows, edge_rows = rows.transpose(0, 1), edge_rows.unsqueeze(1)
+        # A sum with nothing gathers rows, and has a gradient that repeats bit for bit.
+        nothing = rows.new_zeros(()).expand(graph.num_targets, *rows.shape[1:])
+        messages = (functional.sddmm(graph, rows, nothing, op="add") + edge_rows).relu()
+        out = functional.incidence_sum(graph, messages, config=self.active)
+        out = out.transpose(0, 1) if out.dim() == 3 else out
+        return self.finish(self.nn(add_root(out, target, self.eps)))
+
+    def _edge_rows(self, edge_attr: Tensor | None, num_edges: int, width: int) -> Tensor:
+        """Features of edges as wide as those of nodes, checked."""
+        name = type(self).__name__
+        if edge_attr is None or edge_attr.dim() != 2 or edge_attr.shape[0] != num_edges:
+            got = None if edge_attr is None else list(edge_attr.shape)
+            raise ValueError(f"'{name}' expects 'edge_attr' of shape [{num_edges}, D], a row an edge (got {got})")
+        if self.lin is not None:
+            initialize_lazy(self.lin, edge_attr)
+            config = self.active
+            edge_attr = functional.linear(operand(edge_attr, config), self.lin.weight, self.lin.bias, config=config)
+        if edge_attr.shape[1] != width:
+            raise ValueError(
+                f"'{name}' expects node and edge features of one size (got {width} and {edge_attr.shape[1]}); "
+                f"give the size of 'edge_attr' as 'edge_dim', and 'nn' the size of 'x'"
+            )
+        return edge_attr
