@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,7 @@ from qgnn import trace
 from qgnn.config import QConfig, check_product_config
 from qgnn.graph import Graph
 from qgnn.nn._common import activate, active_config, float_rows, has_custom_messages, is_custom, restore_propagate
-from qgnn.nn.epilogue import Epilogue, check_epilogue
+from qgnn.nn.epilogue import Epilogue, Fused, check_epilogue
 from qgnn.qtensor import QTensor
 
 
@@ -63,6 +64,14 @@ class Quantized:
     def finish(self, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """Add a bias and other rows, and apply the whole epilogue: one pass."""
         return activate(out, self.epilogue, self.training, self.active, bias=bias, residual=residual)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        alone, twin = not memo, type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(vars(self), memo))  # type: ignore[attr-defined]
+        if alone and isinstance(self.epilogue, Fused):  # its activation belongs to the model that it was taken from
+            twin.epilogue = None
+        return twin
 
     def __repr__(self) -> str:
         epilogue = "" if self.epilogue is None else f", epilogue={self.epilogue}"
