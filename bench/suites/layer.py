@@ -43,6 +43,7 @@ ATTENTION = {"gat": {"add_self_loops": False}, "gatv2": {"add_self_loops": False
 PREPARED: dict[str, type[torch.nn.Module]] = {"gcn": PreparedGCNConv, "sage": PreparedSAGEConv, "gin": PreparedGINConv}
 SIZES = {"arxiv": (4, 64), "pubmed": (8, 8), "cora": (8, 8)}  # heads, width of a head; others have their product
 
+COMPILED = ("gcn", "gat")
 BF16_COUNTS = 256
 
 # Softmax does not see what is added to all keys: the gradient of this bias is zero but for rounding.
@@ -203,8 +204,8 @@ class Problem:
             if self.setting.is_cuda:  # torch multiplies sparse bf16 matrices there only
                 yield Provider(f"{name} tf32", tf32(setup), TOLERANCE["tf32"])
                 yield Provider(f"{name} bf16", partial(self.bf16, setup), TOLERANCE["bf16"])
-        # Compilation takes minutes on a CPU, to no gain in sums over edges, and too long to be repeated for each graph.
-        if self.setting.is_cuda and self.num_nodes > LARGE:
+        # Compilation takes minutes on a CPU, to no gain in sums over edges, and too long on a GPU to be repeated often.
+        if self.setting.is_cuda and self.num_nodes > LARGE and self.kind in COMPILED:
             yield Provider("pyg coo torch.compile fp32", partial(self.coo, compiled=True), TOLERANCE["fp32"])
 
 
