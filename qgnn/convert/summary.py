@@ -114,7 +114,7 @@ def _row(name: str, layer: Quantized) -> Row:
     if reason is not None and mark is not None and mark.reason is not None:
         reason = mark.reason
     what = "fp32" if layer.config is None else f"int{layer.config.bits}"
-    return Row(name, type(layer).__name__, what, _told(layer.epilogue), reason, getattr(layer, "note", None))
+    return Row(name, type(layer).__name__, what, _told(layer.epilogue), reason, layer.note)
 
 
 def _told(epilogue: Epilogue | None) -> str | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qgnn import ops, trace
 from qgnn.activation import keep_factor
+from qgnn.autocast import without_autocast
 from qgnn.config import QConfig, check_config, check_product_config
 from qgnn.formats import Int
 from qgnn.functional._checks import (
@@ -111,13 +112,14 @@ def linear(
             is one bit an element.
         dropout: Probability that an element of ``y`` is dropped after that, in steps of ``2**-16``. In evaluation, give
             0.
-        config: How to quantize; ``None`` is :func:`torch.nn.functional.linear`, and torch's functions behind it.
+        config: How to quantize; ``None`` is :func:`torch.nn.functional.linear` in ``x``'s type, and torch's functions
+            behind it.
         seed: Seed of stochastic rounding and dropout.
 
     Shapes:
         - **input:** ``x [..., K]``, ``weight [M, K]``, ``bias [M]``; with ``config``, ``K`` and ``M`` up to 131,072,
           which int32 sums hold
-        - **output:** ``[..., M]``, of ``x``'s type (of ``weight``'s, if ``x`` is a QTensor)
+        - **output:** ``[..., M]``, of ``x``'s type (of the type that was quantized, if ``x`` is a QTensor)
 
     Raises:
         TypeError: If ``x``, ``weight`` or ``bias`` hold no floats, or ``config`` is no QConfig.
@@ -129,8 +131,10 @@ def linear(
     check_product_config(config, "linear")
     check_product("linear", x, weight, bias)
     if config is None:
-        value = _values(x, weight.dtype) if isinstance(x, QTensor) else x
-        y = torch.nn.functional.linear(value, weight, bias)
+        value = _values(x) if isinstance(x, QTensor) else x
+        with without_autocast(value.device.type):
+            weight, bias = weight.to(value.dtype), None if bias is None else bias.to(value.dtype)
+            y = torch.nn.functional.linear(value, weight, bias)
         if not torch.compiler.is_compiling() and trace.recording():
             trace.report("matmul.forward", str(y.dtype).removeprefix("torch."), "torch", (value, weight, bias, y))
         return _apply(y, epilogue_of("linear", activation, dropout, seed, y))
@@ -149,13 +153,13 @@ def linear(
         *epilogue_of("linear", activation, dropout, seed, rows, weight, bias, x_float),
         x_float,
     )
-    return y.view(*codes_or_x.shape[:-1], weight.shape[0])
+    return y.view(*codes_or_x.shape[:-1], weight.shape[0]).to(x.dtype)
 
 
-def _values(x: QTensor, dtype: torch.dtype) -> Tensor:
+def _values(x: QTensor) -> Tensor:
     """What the codes stand for, with the gradient of what they were made of."""
-    value = x.dequantize().to(dtype)
-    return value if x.origin is None else x.origin.to(dtype) + (value - x.origin.to(dtype)).detach()
+    value = x.dequantize()
+    return value if x.origin is None else x.origin + (value - x.origin).detach()
 
 
 def _apply(y: Tensor, epilogue: Epilogue) -> Tensor:

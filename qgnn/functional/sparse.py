@@ -131,7 +131,7 @@ def graph_linear(
     Shapes:
         - **input:** ``x [S, K]``, ``weight [M, K]``, ``bias [M]``, ``edge_weight [E]``, ``[E, 1]`` or ``[E, H]``; with
           ``config``, ``K`` and ``M`` up to 131,072, which int32 sums hold
-        - **output:** ``[T, M]``, of ``x``'s type (of ``weight``'s, if ``x`` is a QTensor)
+        - **output:** ``[T, M]``, of ``x``'s type (of the type that was quantized, if ``x`` is a QTensor)
 
     Raises:
         TypeError: If ``x``, ``weight`` or ``bias`` hold no floats, or ``config`` is no QConfig.
@@ -170,7 +170,7 @@ def graph_linear(
         *epilogue_of("graph_linear", activation, dropout, seed, codes_or_x, x_float, weight, bias, csr_weight),
         x_float,
     )
-    return out
+    return out.to(x.dtype)
 
 
 def incidence_sum(

@@ -62,6 +62,13 @@ def operand(x: Tensor | QTensor, config: QConfig | None, *, shared: bool = False
     return x
 
 
+def unrounded(x: Tensor | QTensor) -> Tensor:
+    """The rows themselves, or what their codes stand for where only those are left."""
+    if isinstance(x, Tensor):
+        return x
+    return x.dequantize() if x.origin is None else x.origin
+
+
 def float_rows(x: Tensor | QTensor) -> Tensor:
     """``x`` in full precision: what codes were made of, where that needs a gradient, else what they stand for."""
     if isinstance(x, QTensor):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from torch_geometric.nn.conv import MessagePassing
 
 from qgnn import trace
+from qgnn.autocast import without_autocast
 from qgnn.config import QConfig, check_product_config
 from qgnn.graph import Graph
 from qgnn.nn._common import activate, active_config, float_rows, has_custom_messages, is_custom, restore_propagate
@@ -28,15 +31,12 @@ class Quantized:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "forward" in cls.__dict__:
+            cls.forward = _without_autocast(cls.forward)  # type: ignore[attr-defined]
         for base in cls.__mro__:
             if base.__module__.startswith("torch_geometric."):
                 cls.pyg = base
                 return
-
-    @property
-    def note(self) -> str | None:
-        """What a summary of a model has to say about this layer."""
-        return None
 
     def configure(self, config: QConfig | None, epilogue: Epilogue | None = None) -> None:
         """Set what is quantized, and what is applied to the result."""
@@ -49,6 +49,11 @@ class Quantized:
     def active(self) -> QConfig | None:
         """The config of this call: in eval mode, rounding is to nearest."""
         return active_config(self.training, self.config)
+
+    @property
+    def note(self) -> str | None:
+        """What a summary says about this layer beyond its config, or None."""
+        return None
 
     def in_kernel(self) -> dict[str, Any]:
         """What of the epilogue a product or sum can apply itself, as its keyword arguments."""
@@ -111,6 +116,17 @@ class QuantizedConv(Quantized):
             trace.report("messages.forward", fmt, "pyg", (*(a for a in args if isinstance(a, Tensor)), first))
         first = self.finish(first)
         return (first, *out[1:]) if isinstance(out, tuple) else first
+
+
+def _without_autocast(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Autocast changes nothing in a layer: it computes and returns the type of its input."""
+
+    @wraps(forward)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with without_autocast("cpu"), without_autocast("cuda"):
+            return forward(self, *args, **kwargs)
+
+    return run
 
 
 def _dequantized(x: Any) -> Any:

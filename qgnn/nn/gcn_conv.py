@@ -10,15 +10,12 @@ from torch_geometric.nn.conv import GCNConv
 from qgnn import functional
 from qgnn.config import QConfig
 from qgnn.nn._common import aggregate, initialize_lazy, operand
-from qgnn.nn._layer import QuantizedConv
+from qgnn.nn._propagation import PropagationConv
 from qgnn.nn.epilogue import Epilogue
-from qgnn.nn.gcn_norm import normalized_graph
 from qgnn.qtensor import QTensor
 
-_REDUCE = {"add": "sum", "sum": "sum", "mean": "mean"}
 
-
-class QGCNConv(QuantizedConv, GCNConv):
+class QGCNConv(PropagationConv, GCNConv):
     r"""The graph convolution of `"Semi-supervised Classification with Graph Convolutional Networks"
     <https://arxiv.org/abs/1609.02907>`_ on integer operands:
 
@@ -79,51 +76,17 @@ class QGCNConv(QuantizedConv, GCNConv):
         super().__init__(in_channels, out_channels, improved, cached, add_self_loops, normalize, bias, **kwargs)
         self.configure(config, epilogue)
 
-    def configure(self, config: QConfig | None, epilogue: Epilogue | None = None) -> None:
-        """Set what is quantized, and what is applied to the result."""
-        super().configure(config, epilogue)
-        if config is not None and not self._is_sum:
-            raise ValueError(
-                f"'{type(self).__name__}' expects 'aggr' to be one of {tuple(_REDUCE)} (got {self.aggr!r}); other "
-                f"aggregations run in full precision with config=None"
-            )
-
-    @property
-    def _is_sum(self) -> bool:
-        return isinstance(self.aggr, str) and self.aggr in _REDUCE
-
     def forward(self, x: Tensor | QTensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Convolve ``x`` over the graph."""
-        if not self._is_sum or self.needs_messages(self.lin):
+        reduce, config = self.reduce, self.active
+        if reduce is None or self.needs_messages(self.lin):
             return self.messages(x, edge_index, edge_weight)
-        name = type(self).__name__
-        if isinstance(x, (tuple, list)):
-            raise ValueError(f"'{name}' expects one tensor of node features (got {len(x)}); it is no bipartite layer")
-        if len(x.shape) not in (2, 3):
-            raise ValueError(f"'{name}' expects 'x' of shape [N, F] or [B, N, F] (got {list(x.shape)})")
+        self.check_rows(x)
         initialize_lazy(self.lin, x)
-        graph = normalized_graph(
-            edge_index,
-            x.shape[-2],
-            edge_weight,
-            x.dtype,
-            improved=self.improved,
-            add_self_loops=self.add_self_loops,
-            normalize=self.normalize,
-            flow=self.flow,
-            mean=self.aggr == "mean",
-        )
-        config, reduce = self.active, _REDUCE[self.aggr]
+        graph = self.normalized(x, edge_index, edge_weight)
         x = operand(x, config)
         if len(x.shape) == 3:
             rows = functional.linear(x, self.lin.weight, config=config)
             return self.finish(aggregate(graph, rows, reduce=reduce, config=config), self.bias)
         options = {"reduce": reduce, "config": config, **self.in_kernel()}
         return self.behind_kernel(functional.graph_linear(graph, x, self.lin.weight, self.bias, **options))
-
-    def messages(self, *args: Any, **kwargs: Any) -> Any:
-        """PyG's own path, in full precision."""
-        try:
-            return super().messages(*args, **kwargs)
-        finally:
-            self._cached_edge_index = self._cached_adj_t = None  # PyG would serve them for any graph

@@ -10,7 +10,6 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial, wraps
 from importlib import import_module
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from qgnn import reference, trace
 from qgnn.activation import Activation
+from qgnn.autocast import without_autocast
 from qgnn.ops._checks import Signature
 from qgnn.weak_cache import cached
 
@@ -244,13 +244,6 @@ def cpu_backend() -> Backend:
     return c_backend() or torch_backend()
 
 
-def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Ops compute in the types that they document, whatever autocast would make of the torch calls inside."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
-
-
 def define(name: str, function: Callable[..., Any], schema: str, fake: Callable[..., Any], signature: Signature) -> Any:
     """Register ``function(backend, ...)`` as the operator ``qgnn::name`` on CPU and CUDA.
 
@@ -270,11 +263,11 @@ def define(name: str, function: Callable[..., Any], schema: str, fake: Callable[
         return args
 
     def on_cpu(*args: Any) -> Any:
-        with _without_autocast("cpu"):
+        with without_autocast("cpu"):
             return function(cpu_backend(), *checked(*args))
 
     def on_cuda(*args: Any) -> Any:
-        with _without_autocast("cuda"):
+        with without_autocast("cuda"):
             return function(triton_backend(), *checked(*args))
 
     def on_fake(*args: Any) -> Any:

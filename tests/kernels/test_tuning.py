@@ -1,3 +1,7 @@
+import ast
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from qgnn.kernels import tuning
@@ -156,3 +160,20 @@ def test_projections_fit_shared_memory() -> None:
             config = tuning.blocks_unproject(width, projection)
             assert config["BLOCK_R"] >= 8
             assert config["BLOCK_N"] * config["BLOCK_F"] <= 64 * 128
+
+
+def test_sizes_of_a_batch_are_no_part_of_a_compiled_kernel() -> None:
+    """Each value that is specialized on means another compilation when a sampled batch brings another one. What is left
+    belongs to the model: strides within a row, factors, the size of a weight."""
+    of_the_model = re.compile(r"stride_\w+|(\w+_)?(factor|slope)|SIZE")
+    kernels = 0
+    for path in sorted(Path(tuning.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef) or not node.name.endswith("_kernel"):
+                continue
+            general = ast.unparse(node.decorator_list[0])
+            values = [arg.arg for arg in node.args.args if arg.annotation is None and not arg.arg.endswith("_ptr")]
+            special = [name for name in values if repr(name) not in general and not of_the_model.fullmatch(name)]
+            assert special == [], f"{path.name}: {node.name} compiles anew for each value of {special}"
+            kernels += 1
+    assert kernels > 30

@@ -1,0 +1,394 @@
+"""What the attention layers share: the edges they attend over with features of theirs, scores in full precision."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, pad
+from torch_geometric.nn import MessagePassing
+from torch_geometric.typing import SparseTensor, torch_sparse
+from torch_geometric.utils import add_self_loops, remove_self_loops
+from torch_geometric.utils.loop import compute_loop_attr
+from torch_geometric.utils.sparse import set_sparse_value
+
+from qgnn import functional
+from qgnn.autocast import without_autocast
+from qgnn.config import QConfig
+from qgnn.graph import Graph, check_edge_index, check_num_nodes, identity, kind_of, to_edges
+from qgnn.nn._common import graph_for, initialize_lazy, operand
+from qgnn.nn._layer import QuantizedConv
+from qgnn.nn.epilogue import Epilogue
+from qgnn.qtensor import QTensor
+from qgnn.weak_cache import cached
+
+_SUMS = ("add", "sum")
+
+
+class Edges(NamedTuple):
+    """The edges that a layer attends over.
+
+    Args:
+        graph: The edges, sorted; self-loops are the last of the given ones.
+        attr: Features of theirs, ``[E, K]``, if the layer takes any.
+        adjacency: The same edges as PyG would return them.
+        spare: Whether the graph has one target more than the layer: where edges end that do not count.
+    """
+
+    graph: Graph
+    attr: Tensor | None
+    adjacency: Any
+    spare: bool = False
+
+    def of_targets(self, rows: Tensor) -> Tensor:
+        """``rows`` with one for each target of the graph."""
+        return pad(rows, (0, 0) * (rows.dim() - 1) + (0, 1)) if self.spare else rows
+
+    def results(self, rows: Tensor) -> Tensor:
+        """``rows`` without that of the spare target."""
+        return rows[:-1] if self.spare else rows
+
+    def with_weights(self, weights: Tensor, matrix: bool = True) -> Any:
+        """The edges and their weights as PyG's layers return them beside the result, by the kind of the edges; those of
+        a sparse matrix are its values if ``matrix``."""
+        kind = kind_of(self.adjacency)
+        if kind == "torch_sparse":
+            return self.adjacency.set_value(weights, layout="coo")
+        if kind == "sparse matrix" and matrix:
+            return set_sparse_value(self.adjacency, weights), weights
+        return (_given_edges(self.adjacency) if kind == "graph" else self.adjacency), weights
+
+
+class AttentionConv(QuantizedConv):
+    """A convolution whose neighbors are weighted by a softmax."""
+
+    heads: int
+    out_channels: int
+    concat: bool
+    dropout: float
+    edge_dim: int | None
+    lin_edge: Any
+
+    def configure(self, config: QConfig | None, epilogue: Epilogue | None = None) -> None:
+        """Set what is quantized, and what is applied to the result."""
+        super().configure(config, epilogue)
+        name = type(self).__name__
+        if config is not None and not self._is_sum:
+            raise ValueError(
+                f"'{name}' expects 'aggr' to be one of {_SUMS} (got {self.aggr!r}); other aggregations run in full "
+                f"precision with config=None"
+            )
+        if config is not None and config.granularity != "row":
+            raise ValueError(
+                f"'{name}' rounds each head of a row with a scale of its own (got granularity="
+                f"{config.granularity!r}); use 'qgnn.QConfig(granularity=\"row\")'"
+            )
+
+    @property
+    def _is_sum(self) -> bool:
+        return isinstance(self.aggr, str) and self.aggr in _SUMS
+
+    @property
+    def takes_messages(self) -> bool:
+        """Whether PyG's own path has to run."""
+        assert isinstance(self, MessagePassing)
+        return not self._is_sum or self.needs_messages(*(m for m in self.children() if m is not self.aggr_module))
+
+    @property
+    def weight_dropout(self) -> float:
+        """Probability that a weight is dropped in this call."""
+        return self.dropout if self.training and self.dropout else 0
+
+    def checked_attr(self, edge_attr: Tensor | None) -> Tensor | None:
+        """Features of edges as a matrix, or an error where the layer has no weight for them."""
+        if edge_attr is None:
+            return None
+        if self.edge_dim is None:
+            raise ValueError(
+                f"'{type(self).__name__}' expects no 'edge_attr' where 'edge_dim' is None (got "
+                f"{list(edge_attr.shape)}); give 'edge_dim' to the constructor"
+            )
+        edge_attr = edge_attr.unsqueeze(1) if edge_attr.dim() == 1 else edge_attr
+        initialize_lazy(self.lin_edge, edge_attr)
+        if edge_attr.dim() != 2 or edge_attr.shape[1] != self.lin_edge.weight.shape[1]:
+            raise ValueError(
+                f"'{type(self).__name__}' expects 'edge_attr' of shape [E, {self.lin_edge.weight.shape[1]}] (got "
+                f"{list(edge_attr.shape)})"
+            )
+        return edge_attr
+
+    def pair_of(self, x: Any, both: bool = False) -> tuple[Any, Any]:
+        """Rows of sources and of targets, the latter ``None`` where a layer does not need ``both``."""
+        pair = tuple(x) if isinstance(x, (tuple, list)) else (x, x)
+        for rows in pair:
+            if rows is not None and len(rows.shape) != 2:
+                raise ValueError(
+                    f"'{type(self).__name__}' expects node features of shape [N, F] (got {list(rows.shape)}); static "
+                    f"graphs, [B, N, F], are not supported"
+                )
+        if len(pair) != 2 or pair[0] is None or (both and pair[1] is None):
+            got = ", ".join("None" if rows is None else str(list(rows.shape)) for rows in pair)
+            raise ValueError(
+                f"'{type(self).__name__}' expects node features as a tensor or a pair (x_source, x_target) (got ({got}))"
+            )
+        return pair
+
+    def codes_of(self, x: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Both entries of ``x`` as the layer's products take them, rounded once."""
+        first = operand(x[0], self.active, shared=True)
+        if x[1] is None or x[1] is x[0]:
+            return first, None if x[1] is None else first
+        return first, operand(x[1], self.active, shared=True)
+
+    def heads_of(self, linear: Any, x: Tensor | QTensor) -> Tensor:
+        """A row a head of each node, ``[N, H, D]``."""
+        initialize_lazy(linear, x)
+        rows = functional.linear(x, linear.weight, linear.bias, config=self.active)
+        return rows.view(-1, self.heads, self.out_channels)
+
+    def sizes_of(self, x: tuple[Any, Any], size: tuple[int, int] | None) -> tuple[int, int]:
+        """Number of nodes that messages come from, and that they go to."""
+        num_sources = x[0].shape[0]
+        num_targets = (num_sources if size is None else size[1]) if x[1] is None else x[1].shape[0]
+        if size is not None and tuple(size) != (num_sources, num_targets):
+            raise ValueError(
+                f"'{type(self).__name__}' expects 'size' to be the numbers of rows of 'x' (got {tuple(size)}, and "
+                f"{num_sources} and {num_targets} rows)"
+            )
+        return num_sources, num_targets
+
+    def edges_of(
+        self,
+        adjacency: Any,
+        edge_attr: Tensor | None,
+        num_nodes: tuple[int, int],
+        num_loops: int | None,
+        fill_value: Any = None,
+        exact: bool = False,
+    ) -> Edges:
+        """The edges that this layer attends over, sorted once for as long as they live unchanged.
+
+        Args:
+            adjacency: Edges in any accepted form.
+            edge_attr: Features of the given edges; where there are none, rows that a matrix has for values are taken for them.
+            num_nodes: Number of nodes that messages come from, and that they go to.
+            num_loops: How many nodes get a self-loop, in place of those that edges have; ``None`` keeps the edges.
+            fill_value: What the features of those are, as in PyG.
+            exact: Whether the edges have to be the ones that PyG would return, at shapes that depend on their values.
+        """
+        reverse = self.flow == "target_to_source"
+        kind = kind_of(adjacency)
+        if kind == "graph":
+            check_num_nodes(adjacency, *(reversed(num_nodes) if reverse else num_nodes))
+            if reverse or num_loops is not None:
+                given = adjacency
+                adjacency = cached(identity(given, weights=False), "given edges", lambda: _given_edges(given))
+                kind = "edge_index"
+        elif kind != "edge_index":
+            if num_loops is not None:
+                adjacency = _matrix_with_loops(adjacency, 1.0 if self.edge_dim is None else fill_value)
+            value = to_edges(adjacency)[1]
+            if edge_attr is None and value is not None and value.dim() == 2:  # as in PyG, other values are weights
+                edge_attr = self.checked_attr(value)
+        if kind == "edge_index" and num_loops is not None:
+            return _with_loops(adjacency, edge_attr, num_nodes, num_loops, reverse, fill_value, exact)
+        graph = graph_for(self, adjacency, *num_nodes)
+        return Edges(graph if graph.weight is None else graph.with_weight(None), edge_attr, adjacency)
+
+    def weighted_sum(self, edges: Edges, rows: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The sum of ``rows``, the weights as dropout left them, and as they were before: weights edge by edge, for
+        callers who ask for them."""
+        weights = functional.edge_softmax(edges.graph, scores)
+        dropped = dropout(weights, self.weight_dropout)
+        out = functional.spmm(edges.graph, rows.flatten(1), dropped, config=self.active)
+        return out.view(-1, *rows.shape[1:]), dropped.to(rows.dtype), weights.to(rows.dtype)
+
+    def by_node(self, out: Tensor) -> Tensor:
+        """The heads of each node side by side, or their mean."""
+        return out.flatten(1) if self.concat else out.mean(1)
+
+
+def num_loops_of(num_nodes: tuple[int, int], x: tuple[Any, Any]) -> int:
+    """How many nodes are on both ends of edges."""
+    if x[0] is x[1]:
+        return num_nodes[0]
+    return torch.sym_min(*num_nodes)  # type: ignore[no-any-return]
+
+
+class LoopedEdges:
+    """Edges without self-loops of their own, and behind them one for each of the first nodes.
+
+    Args:
+        edge_index: The given edges.
+        num_nodes: Number of nodes that messages come from, and that they go to.
+        num_loops: Number of self-loops.
+        reverse: Whether messages flow against the edges.
+        fixed_shape: Leave self-loops of the edges' own in the list, to a spare target behind the others, so that no
+            shape depends on data.
+    """
+
+    def __init__(
+        self, edge_index: Tensor, num_nodes: tuple[int, int], num_loops: int, reverse: bool, fixed_shape: bool
+    ) -> None:
+        edge_index = edge_index.flip(0) if reverse else edge_index
+        num_sources, num_targets = num_nodes
+        check_edge_index(edge_index, num_sources, num_targets)
+        self.num_loops, self.reverse, self.spare = num_loops, reverse, fixed_shape
+        self.num_filled = num_sources if reverse else num_targets
+        self.kept = None
+        is_loop = edge_index[0] == edge_index[1]
+        if fixed_shape:
+            edge_index = torch.stack([edge_index[0], torch.where(is_loop, num_targets, edge_index[1])])
+            num_targets = num_targets + 1
+        else:
+            self.kept = (~is_loop).nonzero().squeeze(1)
+            edge_index = edge_index[:, self.kept]
+        node = torch.arange(num_loops, dtype=edge_index.dtype, device=edge_index.device)
+        edge_index = torch.cat([edge_index, node.expand(2, -1)], dim=1)
+        self.graph = Graph.from_edge_index(edge_index, (num_sources, num_targets))
+
+    @cached_property
+    def filled(self) -> Graph:
+        """The edges by the node whose self-loop their features fill: the second one given, wherever messages flow.
+        Those that do not count are behind all nodes."""
+        source, target = (
+            self.graph.incidence(side)[2][: self.graph.num_edges - self.num_loops] for side in ("source", "target")
+        )
+        node = source if self.reverse else target
+        if self.spare:
+            node = torch.where(target == self.graph.num_targets - 1, self.num_filled, node)
+        return Graph.from_edge_index(torch.stack([node, node]), self.num_filled + 1)
+
+    def features(self, edge_attr: Tensor, fill_value: float | Tensor | str) -> Tensor:
+        """Features of the given edges, and those of the self-loops, as PyG fills them in."""
+        kept = edge_attr if self.kept is None else edge_attr.index_select(0, self.kept)
+        if not isinstance(fill_value, str):
+            loops = compute_loop_attr(kept, kept, self.num_loops, False, fill_value)
+        elif fill_value in ("add", "sum", "mean"):  # in fixed order, on every device
+            loops = functional.incidence_sum(self.filled, kept)[: self.num_loops]
+            if fill_value == "mean":
+                loops = loops / self.filled.in_degree[: self.num_loops, None].clamp_min(1)
+        else:
+            ends = self.filled.incidence("target")[2].long().expand(2, -1)
+            loops = compute_loop_attr(ends, kept, self.num_filled + 1, False, fill_value)[: self.num_loops]
+        return torch.cat([kept, loops])
+
+
+def _with_loops(
+    edge_index: Any,
+    edge_attr: Tensor | None,
+    num_nodes: tuple[int, int],
+    num_loops: int,
+    reverse: bool,
+    fill_value: Any,
+    exact: bool,
+) -> Edges:
+    key = (num_nodes, num_loops, reverse)
+
+    def build() -> LoopedEdges:
+        fixed_shape = torch.compiler.is_compiling() and not exact
+        return LoopedEdges(to_edges(edge_index)[0], num_nodes, num_loops, reverse, fixed_shape)
+
+    tensors = identity(edge_index, weights=False)
+    looped = cached(tensors, ("edges with loops", *key), build)
+    if edge_attr is not None:
+        if edge_attr.shape[0] != edge_index.shape[1]:
+            raise ValueError(
+                f"'edge_attr' expects a row for each of {edge_index.shape[1]} edges (got {list(edge_attr.shape)})"
+            )
+        given, keep = edge_attr, not isinstance(fill_value, Tensor)
+        edge_attr = cached(
+            (given, *tensors),
+            ("features with loops", None if isinstance(fill_value, Tensor) else fill_value, *key),
+            lambda: looped.features(given, fill_value),
+            keep=keep,
+        )
+    adjacency = None
+    if exact:
+        adjacency = _given_edges(looped.graph)
+        adjacency = adjacency.flip(0) if reverse else adjacency
+    return Edges(looped.graph, edge_attr, adjacency, looped.spare)
+
+
+def _given_edges(graph: Graph) -> Tensor:
+    """The edges as they were given, int64 COO."""
+    return torch.stack([end.index_select(0, graph.given_order).long() for end in (graph.csr.index, graph.target)])
+
+
+def _matrix_with_loops(matrix: Any, fill_value: Any) -> Any:
+    """A sparse matrix with self-loops as PyG puts them in."""
+
+    def build() -> Any:
+        if isinstance(matrix, SparseTensor):
+            return torch_sparse.set_diag(matrix)
+        own = matrix.coalesce() if matrix.layout == torch.sparse_coo else matrix
+        return add_self_loops(remove_self_loops(own)[0], None, fill_value)[0]
+
+    if isinstance(fill_value, Tensor):
+        return build()
+    return cached(identity(matrix, weights=True), ("matrix with loops", fill_value), build)
+
+
+def score_weight(att: Tensor, weight: Tensor) -> Tensor:
+    """What makes the scores ``<att, W x>`` of each head of ``x`` alone, ``[H, K]`` from ``[1, H, D]`` and
+    ``[H * D, K]``: no pass over the rows of ``W x``."""
+    dtype = torch.promote_types(att.dtype, torch.float32)
+    by_head = weight.to(dtype).view(*att.shape[1:], weight.shape[1])
+    return (att.to(dtype).squeeze(0).unsqueeze(2) * by_head).sum(1)
+
+
+def score_product(x: Tensor | QTensor, codes: Tensor | QTensor, weight: Tensor) -> Tensor:
+    """``x weight^T`` in full precision, as the exponential behind scores wants them; of ``x`` what is kept for the
+    gradient of ``weight`` are the codes that other products keep anyway.
+
+    Args:
+        x: Rows.
+        codes: The same as the other products take them.
+        weight: Of :func:`score_weight`.
+    """
+    value = x if isinstance(x, Tensor) else x.dequantize() if x.origin is None else x.origin
+    if isinstance(codes, Tensor):
+        return _ScoreProduct.apply(value, weight, value, None)
+    return _ScoreProduct.apply(value, weight, codes.codes, codes.scale)
+
+
+class _ScoreProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, kept: Tensor, scale: Tensor | None) -> Tensor:
+        return x.to(weight.dtype) @ weight.t()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, kept, scale = inputs
+        ctx.save_for_backward(weight, kept, scale)
+        ctx.dtype = x.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, kept, scale = ctx.saved_tensors
+        dx, d_weight = _ScoreGradients.apply(grad, weight, kept, scale, ctx.dtype, *ctx.needs_input_grad[:2])
+        return dx, d_weight, None, None
+
+
+class _ScoreGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        grad: Tensor, weight: Tensor, kept: Tensor, scale: Tensor | None, dtype: torch.dtype, *needs: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        with without_autocast(grad.device.type):
+            dx = (grad @ weight).to(dtype) if needs[0] else None
+            scaled = grad if scale is None else grad * scale
+            return dx, scaled.t() @ kept.to(grad.dtype) if needs[1] else None
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            "attention has no second derivatives, which a gradient of a gradient (create_graph=True) needs; use PyG's "
+            "layer there"
+        )
