@@ -106,7 +106,7 @@ def measure(options: argparse.Namespace) -> int:
             for group in measured:
                 group = until(group, stamp, make_stamp(device))  # an edit or a commit during a long run shows
                 records += group
-                if results is not None:
+                if results is not None and group:  # none where no provider was available
                     append(results / stamp.machine / f"{suite}.jsonl", group)
         except Exception:  # its inputs could not be made; the other suites still can
             traceback.print_exc()

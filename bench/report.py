@@ -10,7 +10,7 @@ from .summary import APART, FP32, WARM, copy_bandwidth, latest, machines, proven
 from .tables import ACCURACY, accuracy_rows
 
 COLUMNS = (
-    *("case", "pass", "provider", "ms", "p20-p80", "GB/s", "peak MiB", "saved MiB", "error", "test %"),
+    *("case", "pass", "provider", "ms", "p20-p80", "GB/s", "peak MiB", "saved MiB", "error", "accuracy"),
     *("x fp32", "x bf16"),
 )
 
@@ -42,7 +42,7 @@ def rows(group: Sequence[Record], copy: float | None = None) -> list[tuple[str, 
                 _number(record["peak_mib"]),
                 _number(record["saved_mib"]),
                 _number(record["error"], ".2g"),
-                "" if record.get("test_acc") is None else f"{100 * record['test_acc']:.2f}",
+                "" if record.get("test_acc") is None else f"{record['test_acc']:.4f}",
                 *speedups,
             )
         )

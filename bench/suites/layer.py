@@ -50,12 +50,20 @@ BF16_COUNTS = 256
 WITHOUT = ("lin_key.bias",)
 
 
+# Softmax takes away what the scores of a target share, so that a target's row of GATv2 has a gradient from the slopes'
+# differences alone: of 1 and 0.2 the deviation is 0.4. The sign of a value with an error of 0.0225 is wrong with
+# a probability of 0.0225 / pi, which changes a slope by 0.8: 2 * sqrt(0.0225 / pi) = 0.17 of the norm, and with
+# roundings 0.2.
+GATV2_TOLERANCE = {**TOLERANCE, "int8": 2.5e-1}
+
+
 class Problem:
     """Data and initial weights that the providers of a case share."""
 
     def __init__(self, kind: str, like: str, setting: Setting) -> None:
         data = graph(like, setting)
         self.kind, self.setting = kind, setting
+        self.tolerance = GATV2_TOLERANCE if kind == "gatv2" else TOLERANCE
         self.heads, self.width = SIZES[like]
         self.channels = self.heads * self.width
         size = f"{self.heads}x{self.width}" if kind in ATTENTION else self.channels
@@ -192,21 +200,21 @@ class Problem:
 
     def providers(self) -> Iterator[Provider]:
         for precision, config in OURS.items():
-            yield Provider(f"qgnn {precision}", partial(self.ours, config), TOLERANCE[precision])
+            yield Provider(f"qgnn {precision}", partial(self.ours, config), self.tolerance[precision])
         if self.setting.is_cuda:
             bf16_in = partial(self.ours, OURS["int8"], torch.bfloat16)
-            yield Provider("qgnn bf16-in int8", bf16_in, TOLERANCE["int8"])
-        yield Provider("pyg coo fp32", self.coo, TOLERANCE["fp32"])
-        yield Provider("pyg coo bf16", partial(self.bf16, self.coo), TOLERANCE["bf16"])
+            yield Provider("qgnn bf16-in int8", bf16_in, self.tolerance["int8"])
+        yield Provider("pyg coo fp32", self.coo, self.tolerance["fp32"])
+        yield Provider("pyg coo bf16", partial(self.bf16, self.coo), self.tolerance["bf16"])
         rivals = {"pyg csr": self.csr, **({"torch csr both ways": self.prepared} if self.kind in PREPARED else {})}
         for name, setup in rivals.items():
-            yield Provider(f"{name} fp32", setup, TOLERANCE["fp32"])
+            yield Provider(f"{name} fp32", setup, self.tolerance["fp32"])
             if self.setting.is_cuda:  # torch multiplies sparse bf16 matrices there only
-                yield Provider(f"{name} tf32", tf32(setup), TOLERANCE["tf32"])
-                yield Provider(f"{name} bf16", partial(self.bf16, setup), TOLERANCE["bf16"])
+                yield Provider(f"{name} tf32", tf32(setup), self.tolerance["tf32"])
+                yield Provider(f"{name} bf16", partial(self.bf16, setup), self.tolerance["bf16"])
         # Compilation takes minutes on a CPU, to no gain in sums over edges, and too long on a GPU to be repeated often.
         if self.setting.is_cuda and self.num_nodes > LARGE and self.kind in COMPILED:
-            yield Provider("pyg coo torch.compile fp32", partial(self.coo, compiled=True), TOLERANCE["fp32"])
+            yield Provider("pyg coo torch.compile fp32", partial(self.coo, compiled=True), self.tolerance["fp32"])
 
 
 def cases(setting: Setting) -> Iterator[Case]:
