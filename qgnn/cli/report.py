@@ -64,12 +64,12 @@ def cells(runs: list[dict[str, Any]], sign: str = "±") -> list[tuple[str, ...]]
     ]
 
 
-def caption(dataset: str, data: Data, recipe: Recipe, device: torch.device) -> str:
+def caption(dataset: str, model: str, data: Data, recipe: Recipe, device: torch.device) -> str:
     """What was trained, where, and for how long."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, threads: {torch.get_num_threads()}"
     return (
-        f"{dataset}: {data.num_nodes:,} nodes, {data.num_edges:,} directed edges, {data.x.shape[1]} features; GCN, "
-        f"{recipe.layers} layers, {recipe.hidden} hidden, {recipe.epochs} epochs; {where}"
+        f"{dataset}: {data.num_nodes:,} nodes, {data.num_edges:,} directed edges, {data.x.shape[1]} features; "
+        f"{model.upper()}, {recipe.layers} layers, {recipe.hidden} hidden, {recipe.epochs} epochs; {where}"
     )
 
 

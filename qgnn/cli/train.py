@@ -74,7 +74,7 @@ def train(options: argparse.Namespace) -> None:
         "recipe": asdict(recipe),
         "runs": runs,
     }
-    Console().print(report.table(runs, report.caption(options.dataset, data, recipe, device)))
+    Console().print(report.table(runs, report.caption(options.dataset, options.model, data, recipe, device)))
     if options.json is not None:
         write_json(Path(options.json), result)
     if options.plot is not None:

@@ -17,8 +17,8 @@ from torch_geometric.nn import GCNConv
 
 from qgnn.cli import provenance, report
 from qgnn.cli import train as train_module
-from qgnn.cli.args import build_parser
-from qgnn.cli.model import GCN
+from qgnn.cli.args import MODELS, build_parser
+from qgnn.cli.model import dropped, make_model
 from qgnn.cli.precision import Precision, parse_precision
 from qgnn.cli.recipe import PLANETOID, WORDNET, Recipe, recipe_for
 from qgnn.cli.run import score, train_run
@@ -129,15 +129,14 @@ def test_table_summarizes_over_seeds() -> None:
 @pytest.mark.parametrize("name", ["fp32", "int8", "int2"])
 def test_equal_seeds_give_equal_runs(tiny: Data, name: str) -> None:
     recipe, precision = Recipe(hidden=8, epochs=6), parse_precision(name)
-    models: list[GCN] = []
+    models: list[torch.nn.Module] = []
 
-    class Spy(GCN):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            models.append(self)
+    def spy(*arguments: Any) -> torch.nn.Module:
+        models.append(make_model(*arguments))
+        return models[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qgnn.cli.run.GCN", Spy)
+        patch.setattr("qgnn.cli.run.make_model", spy)
         runs = [train_run(tiny, recipe, precision, seed, CPU) for seed in (1, 1, 2)]
     first, again, other = ([p.detach() for p in model.parameters()] for model in models)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
@@ -145,24 +144,30 @@ def test_equal_seeds_give_equal_runs(tiny: Data, name: str) -> None:
     assert runs[0].test_acc == runs[1].test_acc
 
 
-def test_all_precisions_meet_the_same_dropout() -> None:
-    """The first layer of the integer model draws random numbers; the mask behind it must not depend on that."""
-    recipe = Recipe(hidden=16, layers=3, input_dropout=True)
-    edge_index = torch.arange(9).repeat(2, 1)
-    masks: dict[str, list[torch.Tensor]] = {}
-    for name in ("fp32", "int8"):
-        torch.manual_seed(3)
-        model = GCN(5, 2, recipe, parse_precision(name), seed=3)
-        inputs = masks[name] = []
-        drop = model._drop
-        model._drop = lambda x, p, layer, drop=drop, inputs=inputs: (
-            inputs.append(drop(torch.ones(9, 16), p, layer)) or x
-        )
-        for _ in range(2):
-            model(torch.rand(9, 5), edge_index)
-    assert len(masks["fp32"]) == 6
-    assert all(torch.equal(a, b) for a, b in zip(masks["fp32"], masks["int8"], strict=True))
-    assert len({tuple(mask.flatten().tolist()) for mask in masks["fp32"]}) == 6, "each layer and step its own"
+def test_all_precisions_start_from_the_same_weights() -> None:
+    for model in MODELS:
+        states = []
+        for name in ("fp32", "int8"):
+            torch.manual_seed(3)
+            states.append(make_model(model, 5, 2, Recipe(hidden=16, layers=3), parse_precision(name)).state_dict())
+        fp32, int8 = states
+        assert fp32.keys() == int8.keys()
+        assert all(torch.equal(value, int8[key]) for key, value in fp32.items()), model
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_trains_in_int8(tiny: Data, model: str) -> None:
+    run = train_run(tiny, Recipe(hidden=16, layers=3, epochs=2), parse_precision("int8"), 0, CPU, model)
+    assert "int8" in run.ops["matmul.backward_dw"]["format"]
+    assert 0 <= run.test_acc <= 1
+
+
+def test_the_features_drop_where_the_recipe_says_so() -> None:
+    x = torch.ones(100, 20)
+    assert dropped(x, Recipe(), training=True) is x
+    share = (dropped(x, Recipe(input_dropout=True), training=True) == 0).float().mean()
+    assert 0.4 < share < 0.6  # 2,000 draws at 0.5: nine deviations
+    assert torch.equal(dropped(x, Recipe(input_dropout=True), training=False), x)
 
 
 @pytest.mark.parametrize("name", ["fp32", "int8"])
@@ -189,13 +194,10 @@ def test_large_graphs_are_evaluated_seldom(tiny: Data, monkeypatch: pytest.Monke
 
 def test_precisions_choose_the_layers() -> None:
     recipe = Recipe(hidden=8, layers=3)
-    fp32, int4 = (GCN(5, 2, recipe, parse_precision(name)) for name in ("fp32", "int4"))
+    fp32, int4 = (make_model("gcn", 5, 2, recipe, parse_precision(name)) for name in ("fp32", "int4"))
     assert [type(conv) for conv in fp32.convs] == [GCNConv] * 3
     assert [type(conv) for conv in int4.convs] == [QGCNConv] * 3
     assert [conv.config and conv.config.bits for conv in int4.convs] == [4, 4, None]
-    assert {name: p.shape for name, p in fp32.named_parameters()} == {
-        name: p.shape for name, p in int4.named_parameters()
-    }
 
 
 def test_recipes_follow_the_data_set_and_the_options(tiny: Data) -> None:
