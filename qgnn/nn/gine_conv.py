@@ -87,7 +87,9 @@ class QGINEConv(NeighborConv, GINEConv):
         # A sum with nothing gathers rows, and has a gradient that repeats bit for bit.
         nothing = rows.new_zeros(()).expand(graph.num_targets, *rows.shape[1:])
         gathered = functional.sddmm(graph, rows, nothing, op="add")
-        messages = functional.activation(gathered, "relu", residual=edge_rows.expand_as(gathered))
+        edge_rows = edge_rows.expand_as(gathered)
+        # The slopes play no part; as floats, torch.compile would make symbols of them, and start anew.
+        messages = functional.activation(gathered, "relu", residual=edge_rows, negative_slope=0, alpha=0)
         out = functional.incidence_sum(graph, messages, config=self.active)
         out = out.transpose(0, 1) if out.dim() == 3 else out
         return self.finish(self.nn(add_root(out, target, self.eps)).to(out.dtype))
