@@ -61,8 +61,9 @@ def quantize_(
 
     The layer that makes the result, which a softmax over classes reads, stays in full precision, after `"Tango:
     Rethinking Quantization for Graph Neural Network Training on GPUs" <https://arxiv.org/abs/2308.00890>`_: in a
-    ``BasicGNN`` its ``lin`` or last convolution, in other models the last layer in the order of ``named_modules()``.
-    In full precision layers run on the same fused kernels.
+    ``BasicGNN`` its ``lin`` or last convolution, in other models the last layer in the order of ``named_modules()``,
+    with those beside it in a ``HeteroConv`` or behind ``to_hetero``. In full precision layers run on the same fused
+    kernels.
 
     A ReLU, LeakyReLU or ELU behind a layer, and dropout behind that, are moved into the layer where the order is
     certain: in a ``BasicGNN``, a ``Sequential`` of torch's or PyG's, and an ``MLP`` of PyG's, whose dropout stays where
