@@ -381,3 +381,13 @@ def test_int8_layers_run_in_int8(name: str) -> None:
     formats = {op: entry["format"] for op, entry in ran.ops.items()}
     assert all("int8" in fmt for op, fmt in formats.items() if op.startswith(("matmul", "attention"))), formats
     assert any(op.startswith("attention") for op in formats)
+
+
+@ALL
+def test_an_epilogue_stands_behind_bias_and_residual(name: str) -> None:
+    edge_index, num_nodes = GRAPHS["random"]
+    theirs, ours = pair(name, **({} if name == "TransformerConv" else {"residual": True}))
+    ours = copy.deepcopy(ours)
+    ours.configure(None, qnn.Epilogue("elu"))
+    x = torch.randn(num_nodes, K)
+    torch.testing.assert_close(ours(x, edge_index), nn.functional.elu(theirs(x, edge_index)), rtol=1e-5, atol=1e-5)
