@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from . import plots, readme, report
-from .records import RESULTS, ROOT, Record, append, until
+from .records import RESULTS, ROOT, Record, append, finished, until
 from .suites import SUITES, cases
 
 ALONE = ("report", "sass", "roofline")  # commands that measure nothing
@@ -31,7 +31,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--since", metavar="UTC", help="report: a text table of the records made since then")
     readme_help = "report: rewrite what is between the markers of README.md (or FILE)"
     parser.add_argument("--readme", type=Path, nargs="?", const=ROOT / "README.md", metavar="FILE", help=readme_help)
+    parser.add_argument("--root", type=Path, metavar="DIR", help="accuracy: where the data sets are, as in qgnn train")
     parser.add_argument("--case", default="", metavar="PREFIX", help="only the cases whose name starts so")
+    resume_help = "leave out the cases that have records of this commit"
+    parser.add_argument("--resume", action="store_true", help=resume_help)
     parser.add_argument("--plots", type=Path, metavar="DIR", help="report: write PNG files there")
     options = parser.parse_args(arguments)
     for command in ALONE:
@@ -88,10 +91,11 @@ def measure(options: argparse.Namespace) -> int:
     records: list[Record] = []
     broken = []
     for suite in options.suites:
-        declared = cases(suite, Setting(device, options.quick))
+        done = finished(results, suite, stamp) if options.resume and results is not None else set()
+        declared = cases(suite, Setting(device, options.quick, options.root))
         measured = harness.measure_all(
             suite,
-            (case for case in declared if case.name.startswith(options.case)),
+            (case for case in declared if case.name.startswith(options.case) and (case.name, case.pass_) not in done),
             deadline=started + options.seconds,
             stamp=stamp,
             clock=clock,
@@ -102,7 +106,7 @@ def measure(options: argparse.Namespace) -> int:
             for group in measured:
                 group = until(group, stamp, make_stamp(device))  # an edit or a commit during a long run shows
                 records += group
-                if results is not None:
+                if results is not None and group:  # none where no provider was available
                     append(results / stamp.machine / f"{suite}.jsonl", group)
         except Exception:  # its inputs could not be made; the other suites still can
             traceback.print_exc()

@@ -17,7 +17,7 @@ out=${1:-}
 budget=${2:-400}
 python=${PYTHON:-python3}
 tests=${TESTS-tests/kernels tests/ops tests/nn}
-suites=${SUITES-device train layer attention spmm matmul quantize sanitize sddmm,softmax blocks memory}
+suites=${SUITES-device train layer attention spmm matmul quantize sanitize sddmm,softmax,activation blocks memory}
 started=$(date -u +%Y-%m-%dT%H:%M:%S)
 failures=()
 
@@ -96,9 +96,10 @@ for suite in $suites; do
         [ $status -eq 0 ] || failures+=("sanitize (exit status $status)")
         continue
     fi
-    # A case is not started in the last fifth of the time, and whatever hangs is ended.
+    # A case is not started in the last fifth of the time, and whatever hangs is ended; layers leave half to the others.
+    share=$([ "$suite" = layer ] && echo 50 || echo 80)
     timeout --kill-after=5 "$(left)" "$python" "${isolated[@]}" -m bench ${suite//,/ } --device "$device" "${quick[@]}" \
-        --results "$out" --seconds $(($(left) * 4 / 5)) >>"$out/bench.log" 2>&1
+        --results "$out" --seconds $(($(left) * share / 100)) >>"$out/bench.log" 2>&1
     status=$?
     echo "== $suite: exit status $status after $SECONDS s"
     if [ $status -ne 0 ]; then

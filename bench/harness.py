@@ -50,6 +50,7 @@ class Measured:
     times_ms: Sequence[float]
     peak_mib: float | None
     saved_mib: float | None
+    test_acc: float | None = None
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,11 @@ class Entry:
     times_ms: list[float] = field(default_factory=list)
     peak_mib: float | None = None
     saved_mib: float | None = None
+    test_acc: float | None = None
 
     def fail(self) -> None:
-        self.work, self.ok, self.times_ms, self.peak_mib, self.saved_mib = None, False, [], None, None
+        self.work, self.ok, self.times_ms = None, False, []
+        self.peak_mib = self.saved_mib = self.test_acc = None
 
 
 def relative_error(results: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
@@ -207,6 +210,7 @@ def _prepare(entry: Entry, reference: Sequence[Tensor], device: torch.device) ->
     if isinstance(made, Measured):
         entry.error = relative_error(made.results, reference)
         entry.times_ms, entry.peak_mib, entry.saved_mib = list(made.times_ms), made.peak_mib, made.saved_mib
+        entry.test_acc = made.test_acc
     else:
         entry.work = made
         entry.error, entry.seconds = gate(made, reference, device)
@@ -265,8 +269,8 @@ def measure(
     for provider in case.providers:
         entry = Entry(provider)
         with _attempt(entry, say):
-            reference = case.reference() if reference is None else reference
             try:
+                reference = case.reference() if reference is None else reference
                 _prepare(entry, reference, device)
             except UnavailableError as reason:
                 say(provider.name, f"not available: {reason}")
@@ -300,6 +304,7 @@ def _record(suite: str, case: Case, entry: Entry, stamp: Stamp, utc: str) -> Rec
         bytes=case.num_bytes,
         error=entry.error,
         ok=entry.ok,
+        test_acc=entry.test_acc,
         **{"pass": case.pass_},
     )
 

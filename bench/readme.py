@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from .summary import commit_of, region, table
+from .tables import accuracy_region, layer_region
 
-BENCH, SASS, ROOFLINE = "bench", "sass", "roofline"
+BENCH, LAYER, ACCURACY, SASS, ROOFLINE = "bench", "layer", "accuracy", "sass", "roofline"
 MACHINE_CODE = ("case", "kernel", "registers sm_80 / 90 / 100", "stack", "instructions", "multiplications", "F2I, I2F")
 TRAIN = ("precision", "test accuracy %", "ms per epoch", "MiB kept", "peak MiB", "speed")
 PYG = ("fp32", "bf16")  # precisions of PyG's own layers
@@ -92,6 +93,9 @@ def roofline_region() -> str:
 def regions(results: Path) -> Iterator[tuple[str, str]]:
     """Every region that there are records for, and its text."""
     yield BENCH, region(results)
+    for name, make in ((LAYER, layer_region), (ACCURACY, accuracy_region)):
+        if text := make(results):
+            yield name, text
     yield ROOFLINE, roofline_region()
     for path in sorted((results / SASS).glob("triton-*.json"))[-1:]:
         yield SASS, sass_region(path)

@@ -25,8 +25,22 @@ def until(records: Sequence[Record], stamp: "Stamp", end: "Stamp") -> list[Recor
     return [{**record, "dirty": stamp.until(end).dirty} for record in records]
 
 
-def make_record(stamp: "Stamp", utc: str, **values: Any) -> Record:
-    """A record with every field, in order; a number that is not finite becomes null."""
+def finished(results: Path, suite: str, stamp: "Stamp") -> set[tuple[str, str]]:
+    """Cases and passes of a suite that have records of this machine and commit; none where the code differs from it."""
+    if stamp.commit is None or stamp.dirty:
+        return set()
+    return {
+        (record["case"], record["pass"])
+        for machine, record in read(results)
+        if (machine, record["suite"], record["commit"], record["dirty"]) == (stamp.machine, suite, stamp.commit, False)
+    }
+
+
+def make_record(stamp: "Stamp", utc: str, test_acc: float | None = None, **values: Any) -> Record:
+    """A record with every field, in order; a number that is not finite becomes null.
+
+    Whatever trained a model has its test accuracy, 0 to 1, behind them.
+    """
     values |= {"device": stamp.device, "commit": stamp.commit, "dirty": stamp.dirty}
     values |= {"versions": stamp.versions, "utc": utc}
     if set(values) != set(FIELDS):
@@ -37,7 +51,8 @@ def make_record(stamp: "Stamp", utc: str, **values: Any) -> Record:
             return float(f"{value:.6g}") if math.isfinite(value) else None
         return value
 
-    return {field: clean(values[field]) for field in FIELDS}
+    record = {field: clean(values[field]) for field in FIELDS}
+    return record if test_acc is None else {**record, "test_acc": clean(test_acc)}
 
 
 def append(path: Path, records: Iterable[Record]) -> None:

@@ -7,8 +7,12 @@ from pathlib import Path
 
 from .records import Record, read
 from .summary import APART, FP32, WARM, copy_bandwidth, latest, machines, provenance, rival, table
+from .tables import ACCURACY, accuracy_rows
 
-COLUMNS = ("case", "pass", "provider", "ms", "p20-p80", "GB/s", "peak MiB", "saved MiB", "error", "x fp32", "x bf16")
+COLUMNS = (
+    *("case", "pass", "provider", "ms", "p20-p80", "GB/s", "peak MiB", "saved MiB", "error", "accuracy"),
+    *("x fp32", "x bf16"),
+)
 
 
 def _number(value: float | None, digits: str = ".3g") -> str:
@@ -38,6 +42,7 @@ def rows(group: Sequence[Record], copy: float | None = None) -> list[tuple[str, 
                 _number(record["peak_mib"]),
                 _number(record["saved_mib"]),
                 _number(record["error"], ".2g"),
+                "" if record.get("test_acc") is None else f"{record['test_acc']:.4f}",
                 *speedups,
             )
         )
@@ -105,8 +110,10 @@ def markdown(results: Path) -> str:
     for machine, groups in machines(results).items():
         parts.append(f"## {machine}\n\n{provenance(groups)}")
         for suite in dict.fromkeys(group[0]["suite"] for group in groups):
-            lines = [row for group in groups if group[0]["suite"] == suite for row in rows(group)]
-            parts.append(f"### {suite}\n\n{table(COLUMNS, lines)}")
+            chosen = [group for group in groups if group[0]["suite"] == suite]
+            parts.append(f"### {suite}\n\n{table(COLUMNS, [row for group in chosen for row in rows(group)])}")
+            if suite == "accuracy":
+                parts.append(table(ACCURACY, list(accuracy_rows(chosen))))
     return "\n\n".join(parts) if parts else "no records"
 
 

@@ -38,8 +38,9 @@ PAIRS = {
     ),
     "codes-in": (("onednn.qlinear int8", "torch fp32"), ("torch._int_mm int8", "torch fp32")),
 }
-APART = ("memory", "device")  # suites without a speed-up: one a process, and what the machine allows
+APART = ("memory", "accuracy", "device")  # without a speed-up: one a process, training, what the machine allows
 WHOLE = ("train", "layer", "attention")  # suites that README shows at once; the primitives fold
+OWN = ("layer",)  # suites with a region of their own
 
 
 def latest(records: Sequence[Record]) -> list[list[Record]]:
@@ -150,7 +151,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
 
 
-def _ms(record: Record | None) -> str:
+def ms(record: Record | None) -> str:
     if record is None:
         return ""
     if not record["ok"]:
@@ -158,7 +159,7 @@ def _ms(record: Record | None) -> str:
     return f"{record['median_ms']:.0f}" if record["median_ms"] >= 100 else f"{record['median_ms']:.3g}"
 
 
-def _times(factor: float | None) -> str:
+def times(factor: float | None) -> str:
     return "" if factor is None else f"{factor:.2f}x"
 
 
@@ -166,13 +167,13 @@ def _speed_row(line: Line) -> tuple[str, ...]:
     return (
         f"{line.suite} {line.case}",
         line.pass_,
-        _ms(line.quantized),
-        _ms(line.full),
+        ms(line.quantized),
+        ms(line.full),
         "" if line.rival is None else line.rival["provider"],
-        _ms(line.rival),
-        _ms(line.default),
-        _times(line.speedup(line.best, line.rival)),
-        _times(line.speedup(line.best, line.default)),
+        ms(line.rival),
+        ms(line.default),
+        times(line.speedup(line.best, line.rival)),
+        times(line.speedup(line.best, line.default)),
     )
 
 
@@ -184,7 +185,7 @@ def _memory_row(record: Record) -> tuple[str, ...]:
 
 def _constant_row(line: Line) -> tuple[str, ...]:
     rival = "" if line.rival is None else line.rival["provider"]
-    return (f"{line.suite} {line.case}", _ms(line.quantized), _ms(line.full), rival, _ms(line.rival))
+    return (f"{line.suite} {line.case}", ms(line.quantized), ms(line.full), rival, ms(line.rival))
 
 
 def pairs(group: Sequence[Record]) -> Iterator[tuple[str, ...]]:
@@ -194,8 +195,8 @@ def pairs(group: Sequence[Record]) -> Iterator[tuple[str, ...]]:
     for provider, other in PAIRS.get(first["case"].rpartition("/")[2], ()):
         if provider in by_name and other in by_name:
             a, b = by_name[provider], by_name[other]
-            factor = _times(b["median_ms"] / a["median_ms"]) if a["ok"] and b["ok"] else ""
-            yield (f"{first['suite']} {first['case']}", first["pass"], provider, _ms(a), other, _ms(b), factor)
+            factor = times(b["median_ms"] / a["median_ms"]) if a["ok"] and b["ok"] else ""
+            yield (f"{first['suite']} {first['case']}", first["pass"], provider, ms(a), other, ms(b), factor)
 
 
 def _folded(title: str, *parts: str) -> str:
@@ -207,7 +208,7 @@ def region(results: Path) -> str:
     parts = []
     for machine, groups in machines(results).items():
         parts.append(f"**{machine}**: {provenance(groups)}")
-        speed = [line for line in lines(groups) if line.suite not in APART]
+        speed = [line for line in lines(groups) if line.suite not in (*APART, *OWN)]
         if whole := [_speed_row(line) for line in speed if line.suite in WHOLE]:
             parts.append(table(SPEED, whole))
         if memory := [_memory_row(record) for group in groups if group[0]["suite"] == "memory" for record in group]:

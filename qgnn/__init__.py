@@ -5,10 +5,25 @@ Importing this package loads neither Triton nor a compiler; the first call on a 
 
 from qgnn import data, formats, functional, nn, rng
 from qgnn.config import QConfig
+from qgnn.convert import quantize_, revert_, summary
 from qgnn.graph import Graph
 from qgnn.qtensor import QTensor
 from qgnn.trace import trace
 
 __version__ = "0.1.0"
 
-__all__ = ["Graph", "QConfig", "QTensor", "__version__", "data", "formats", "functional", "nn", "rng", "trace"]
+__all__ = [
+    "Graph",
+    "QConfig",
+    "QTensor",
+    "__version__",
+    "data",
+    "formats",
+    "functional",
+    "nn",
+    "quantize_",
+    "revert_",
+    "rng",
+    "summary",
+    "trace",
+]

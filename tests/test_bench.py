@@ -68,16 +68,17 @@ def suite_records(rehearsal: tuple[subprocess.CompletedProcess, Path], suite: st
 def test_rehearsal_writes_whole_records(rehearsal: tuple[subprocess.CompletedProcess, Path], suite: str) -> None:
     (path,) = rehearsal[1].glob(f"*/{suite}.jsonl")
     for record in suite_records(rehearsal, suite):
-        assert tuple(record) == records.FIELDS
+        assert tuple(record) == (*records.FIELDS, *(["test_acc"] if suite == "accuracy" else []))
+        assert 0 <= record.get("test_acc", 0) <= 1
         assert record["ok"] is True
         assert record["suite"] == suite
         assert record["pass"] in ("forward", "backward", "step", "warm")
         assert 0 < record["p20_ms"] <= record["median_ms"] <= record["p80_ms"]
-        assert 0 <= record["error"] < 0.15
+        assert 0 <= record["error"] < (0.25 if "gatv2-layer" in record["case"] else 0.15)
         assert re.sub(r"[^a-z0-9]+", "-", record["device"].lower()) == path.parent.name
         assert {"python", "qgnn", "torch", "torch_geometric", "triton"} <= set(record["versions"])
         assert datetime.fromisoformat(record["utc"]).utcoffset().total_seconds() == 0
-        assert (record["saved_mib"] is not None) == (suite in ("layer", "train", "attention", "memory"))
+        assert (record["saved_mib"] is not None) == (suite in ("layer", "train", "attention", "activation", "memory"))
         assert (record["peak_mib"] is not None) == (suite == "memory")  # a CPU counts it for a whole process only
 
 
@@ -85,7 +86,8 @@ def test_rehearsal_writes_whole_records(rehearsal: tuple[subprocess.CompletedPro
 def test_every_case_has_ours_and_a_rival(rehearsal: tuple[subprocess.CompletedProcess, Path], suite: str) -> None:
     providers: dict[tuple[str, str], set[str]] = {}
     for record in suite_records(rehearsal, suite):
-        providers.setdefault((record["case"], record["pass"]), set()).add(record["provider"])
+        case = re.sub("/(fp32|int8)/seed", "/seed", record["case"])  # a case of `accuracy` is the run of one of them
+        providers.setdefault((case, record["pass"]), set()).add(record["provider"])
     for names in providers.values():
         assert any(name.startswith("qgnn") for name in names)
         assert any(not name.startswith(("qgnn", "ceiling")) for name in names)

@@ -17,6 +17,7 @@ readme = importlib.import_module("bench.readme")
 records = importlib.import_module("bench.records")
 report = importlib.import_module("bench.report")
 summary = importlib.import_module("bench.summary")
+tables = importlib.import_module("bench.tables")
 
 STAMP = provenance.Stamp("Some CPU, 2 threads", "0123456789abcdef", False, {"torch": "2.0", "triton": None})
 BEGIN, END = readme.markers("bench")
@@ -106,6 +107,49 @@ def test_region_does_not_hide_a_failure_of_ours(tmp_path: Path) -> None:
     records.append(tmp_path / STAMP.machine / "unit.jsonl", group)
     (line,) = cells(summary.region(tmp_path), "unit a/b")
     assert line == ["unit a/b", "forward", "failed", "", "torch fp32", "6", "", "", ""]
+
+
+def test_layers_have_a_table_of_their_own(results: Path) -> None:
+    layer = {"suite": "layer", "case": "arxiv/synthetic/gat-layer/4x64", "pass": "step"}
+    group = [make_record("qgnn int8", 2.0, **layer), make_record("qgnn fp32", 3.0, **layer)]
+    group += [make_record("pyg coo fp32", 10.0, **layer), make_record("pyg coo bf16", 7.0, **layer)]
+    group += [make_record("pyg csr fp32", 9.0, **layer), make_record("torch csr both ways fp32", 5.0, **layer)]
+    records.append(results / STAMP.machine / "layer.jsonl", group)
+    found = dict(readme.regions(results))
+    (line,) = cells(found["layer"], "4x64")
+    ratios = ["5.00x", "4.50x", "2.50x"]
+    assert line == ["arxiv/synthetic", "gat 4x64", "2", "3", "10", "9", "7", "torch csr both ways fp32", "5", *ratios]
+    assert "gat-layer" not in found["bench"]
+
+
+def write_accuracy(results: Path, case: str, test_acc: float | None, **changes: object) -> None:
+    provider = "qgnn int8" if "int8" in case else "pyg coo fp32"
+    values = {"suite": "accuracy", "case": case, "pass": "step", "test_acc": test_acc, **changes}
+    records.append(results / STAMP.machine / "accuracy.jsonl", [make_record(provider, 1.0, **values)])
+
+
+def test_accuracy_is_compared_seed_by_seed(results: Path) -> None:
+    assert "accuracy" not in dict(readme.regions(results))
+    for seed, (full, quantized) in enumerate([(0.80, 0.81), (0.82, 0.82), (0.84, 0.82)]):
+        write_accuracy(results, f"cora/gcn/fp32/seed{seed}", full)
+        write_accuracy(results, f"cora/gcn/int8/seed{seed}", quantized)
+    write_accuracy(results, "cora/gcn/fp32/seed3", 0.5)  # on its own it is no comparison
+    write_accuracy(results, "cora/gcn/int8/seed3", 0.9, commit="f" * 40)  # nor with another commit's
+    write_accuracy(results, "cora/gat/fp32/seed0", None, ok=False)
+    write_accuracy(results, "cora/gat/int8/seed0", 0.5)
+    write_accuracy(results, "cora/gin/fp32/seed0", 0.5)
+    write_accuracy(results, "cora/gin/int8/seed0", 0.48)
+    found = dict(readme.regions(results))
+    # Differences 1, 0, -2: mean -1/3, deviation 1.53, over the root of 3.
+    assert cells(found["accuracy"], "cora") == [
+        ["cora", "gcn", "82.00 ± 2.00", "81.67 ± 0.58", "-0.33 ± 0.88", "3"],
+        ["cora", "gin", "50.00", "48.00", "-2.00", "1"],
+    ]
+    assert tables.ACCURACY_NOTE in found["accuracy"]
+    assert "seed" not in found["bench"]
+    text = report.markdown(results)
+    assert cells(text, "cora/gin/int8/seed0")[0][9] == "0.4800"
+    assert cells(text, "cora", "gin", "-2.00")
 
 
 def test_best_rival_of_what_has_none_in_fp32_is_any_but_the_ceiling() -> None:

@@ -8,12 +8,16 @@
  10  pyg#579                        test_an_empty_float_edge_index_is_named
  11  dgl#2719                       test_an_isolated_node_aggregates_exactly_zero
  12  pyg#10815                      test_trailing_nodes_are_kept
- 13  degree 0, seen in PyG 2.8      test_a_weighted_degree_of_zero_has_a_finite_gradient
+ 13  degree 0, seen in PyG 2.8      test_a_weighted_degree_of_zero_has_a_finite_gradient;
+                                    nn/test_cheb_conv.py: test_cheb_conv_has_a_finite_gradient_at_degree_zero
  14  pyg#1833                       test_missing_weights_are_ones
  15  pyg#3338                       test_a_column_of_edge_weights
  18  pyg#795                        test_negative_weights_poison_only_the_rows_they_reach
- 21  pyg#3762                       test_a_cached_layer_notices_another_graph
- 22  cached=True, seen in PyG 2.8   test_a_cached_layer_with_learnable_weights_goes_backward_twice
+ 21  pyg#3762                       test_a_cached_layer_notices_another_graph; nn/test_sg_conv.py:
+                                    test_sg_conv_remembers_the_aggregated_rows_of_this_graph_and_these_rows
+ 22  cached=True, seen in PyG 2.8   test_a_cached_layer_with_learnable_weights_goes_backward_twice;
+                                    nn/test_sg_conv.py:
+                                    test_sg_conv_gives_what_is_learned_its_gradient_in_every_step
  24  scatter#456, triton#6748,      test_cases_runtime.py: test_offsets_beyond_32_bits
      Liger#803
  26  ao#4713                        test_zero_rows_stay_zero

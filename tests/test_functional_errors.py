@@ -238,3 +238,32 @@ def test_quantize_and_dequantize_reject_other_objects() -> None:
         functional.quantize(torch.ones(3), 8)
     with pytest.raises(TypeError, match=r"'dequantize' expects a QTensor \(got Tensor\)"):
         functional.dequantize(torch.ones(3))
+
+
+X = torch.randn(30, 13)
+BAD_ACTIVATIONS: list[tuple[type[Exception], dict[str, Any], str]] = [
+    (TypeError, {"x": X.int()}, r"'x' in a floating-point type \(got torch.int32\)"),
+    (ValueError, {"x": X[0, 0]}, r"'x' with at least one dimension \(got a scalar\)"),
+    (ValueError, {"kind": "gelu"}, r"'kind' to be one of \('relu', 'leaky_relu', 'elu'\) or None \(got 'gelu'\)"),
+    (ValueError, {"kind": "none"}, r"'kind' to be one of .* or None \(got 'none'\)"),
+    (ValueError, {"dropout": 1.5}, r"'dropout' to be a probability from 0 to 1 \(got 1.5\)"),
+    (ValueError, {"bias": X[0, 1:]}, r"'bias' of shape \[13\] \(got \[12\]\)"),
+    (TypeError, {"bias": X[0].int()}, r"'bias' in a floating-point type \(got torch.int32\)"),
+    (ValueError, {"bias": X[0].to("meta")}, r"'bias' on cpu \(got meta\); move it"),
+    (ValueError, {"residual": X[1:]}, r"'residual' of shape \[30, 13\] \(got \[29, 13\]\)"),
+    (
+        TypeError,
+        {"residual": X.half()},
+        r"'residual' in torch.float32, as 'x' is \(got torch.float16\); use 'residual.to",
+    ),
+    (ValueError, {"negative_slope": float("nan")}, r"'negative_slope' to be finite \(got nan\)"),
+    (ValueError, {"alpha": -1.0}, r"'alpha' to be a finite number from 0 on \(got -1.0\)"),
+    (ValueError, {"alpha": float("inf")}, r"'alpha' to be a finite number from 0 on \(got inf\)"),
+    (TypeError, {"config": 8}, r"'config' to be a QConfig or None \(got 8\)"),
+]
+
+
+@pytest.mark.parametrize(("error", "change", "message"), BAD_ACTIVATIONS)
+def test_activation_refuses(error: type[Exception], change: dict[str, Any], message: str) -> None:
+    with pytest.raises(error, match=f"^'activation' expects {message}"):
+        functional.activation(**{"x": X} | change)

@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 
 # In order of importance: under a time budget the last ones may be left out. `device` stands apart: it measures the
 # machine, for the others to be seen against, and comes first where they are.
-SUITES = ("train", "layer", "attention", "spmm", "matmul", "sddmm", "softmax", "quantize", "blocks", "memory", "device")
+SUITES = (
+    *("train", "layer", "attention", "spmm", "matmul", "sddmm", "softmax", "activation", "quantize", "blocks"),
+    *("memory", "accuracy", "device"),
+)
 
 
 def cases(suite: str, setting: "Setting") -> "Iterator[Case]":

@@ -20,6 +20,7 @@ from qgnn import functional
 
 from ..harness import Case, Provider, Work
 from .inputs import OURS, Setting, csr_int32, graph, graph_name, package, randn, require_bf16, sparse_sum
+from .pieces import Given, pieces
 
 # As in inputs.py, each rounding costs 0.013, and what is left of terms that cancel has several. Of GATv2's leaky ReLU a
 # normal value with an error of 0.02 has the wrong slope with a probability of 0.02 / pi, and the gradient that passes
@@ -27,18 +28,6 @@ from .inputs import OURS, Setting, csr_int32, graph, graph_name, package, randn,
 TOLERANCE = {"fp32": 1e-3, "bf16": 1e-1, "int8": 1.5e-1}
 
 SLOPE = 0.2
-PIECE_VALUES = 1 << 26  # of the rows of edges in float64 at a time: 0.5 GiB, some ten of which PyG has at once
-
-
-class Given(torch.nn.Module):
-    """In place of a dense product: its result."""
-
-    def __init__(self, rows: Tensor) -> None:
-        super().__init__()
-        self.rows = rows
-
-    def forward(self, _: Any) -> Tensor:
-        return self.rows
 
 
 class Problem:
@@ -181,13 +170,11 @@ class Problem:
         return self.pyg(self.edge_index[:, torch.argsort(self.edge_index[1], stable=True)])
 
     def exact(self) -> Sequence[Tensor]:
-        """PyG's layer in float64, piece by piece: the edges into so many targets at a time. A piece has the output of
-        its targets, 0 for the others, and its part of each gradient."""
-        rows = self.edge_index.shape[1] * self.heads * self.width
-        piece = self.edge_index[1] * -(-rows // PIECE_VALUES) // self.num_nodes
+        """PyG's layer in float64, piece by piece: each has the output of its targets, 0 for the others, and its part of
+        every gradient."""
         total: list[Tensor] = []
-        for number in range(-(-rows // PIECE_VALUES)):
-            made = self.pyg(self.edge_index[:, piece == number], dtype=torch.float64).run()
+        for _, edges in pieces(self.edge_index, self.num_nodes, self.heads * self.width):
+            made = self.pyg(edges, dtype=torch.float64).run()
             results: list[Tensor] = made  # type: ignore[assignment]
             total = [a + b for a, b in zip(total, results, strict=True)] if total else results
         return total
@@ -257,10 +244,6 @@ class _SampledProduct(torch.autograd.Function):
 
 
 SHAPES = (("gat", 4, 64), ("gatv2", 4, 64), ("transformer", 4, 64), ("gat", 8, 8), ("gat", 1, 256))
-
-
-def problem(kind: str, setting: Setting) -> Problem:
-    return Problem(kind, "arxiv", 4, 64, setting)
 
 
 def cases(setting: Setting) -> Iterator[Case]:

@@ -4,12 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 import qgnn
 from qgnn import QConfig
@@ -34,6 +36,7 @@ class Setting:
 
     device: torch.device
     quick: bool = False
+    root: Path | None = None  # of real data sets
 
     @property
     def is_cuda(self) -> bool:
@@ -74,6 +77,18 @@ def csr_int32(matrix: Tensor) -> Tensor:
     csr = matrix.to_sparse_csr()
     indices = csr.crow_indices().int(), csr.col_indices().int()
     return torch.sparse_csr_tensor(*indices, csr.values(), size=csr.shape)
+
+
+def adjacency(edge_index: Tensor, value: Tensor, num_nodes: int) -> Tensor:
+    """The matrix that sums the sources' rows, in CSR: rows = targets."""
+    source, target = edge_index
+    return csr_int32(torch.sparse_coo_tensor(torch.stack([target, source]), value, (num_nodes, num_nodes)))
+
+
+def gcn_adjacency(edge_index: Tensor, num_nodes: int, dtype: torch.dtype) -> Tensor:
+    """The same with self-loops and GCN's normalization."""
+    edge_index, weight = gcn_norm(edge_index, None, num_nodes)
+    return adjacency(edge_index, weight.to(dtype), num_nodes)
 
 
 def sparse_sum(matrix: Tensor, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a step takes of memory, of a GCN in training and of attention: each provider in a process of its own."""
+"""What a step takes of memory, of a GCN and of layers with attention: each provider in a process of its own."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..harness import Case, Measured, Provider, UnavailableError
 from ..records import ROOT
-from . import attention, train
+from . import layer, train
 from .inputs import Setting
 
 TIMEOUT_SECONDS = 300
@@ -33,8 +33,8 @@ class Problem(Protocol):
 
 
 PROBLEMS: dict[str, Callable[[Setting], Problem]] = {
-    "gcn": partial(train.problem, "arxiv"),
-    **{kind: partial(attention.problem, kind) for kind in ("gat", "gatv2", "transformer")},
+    "gcn": partial(train.Problem, "arxiv"),
+    **{kind: partial(layer.Problem, kind, "arxiv") for kind in layer.ATTENTION},
 }
 
 

@@ -17,7 +17,7 @@ from qgnn import functional
 from qgnn.qtensor import QTensor
 
 from ..harness import Case, Provider, UnavailableError, Work
-from .inputs import INT8, OURS, TOLERANCE, Setting, csr_int32, gradients, graph, graph_name, package, randn
+from .inputs import INT8, OURS, TOLERANCE, Setting, adjacency, gradients, graph, graph_name, package, randn
 
 
 class Operands:
@@ -34,10 +34,9 @@ class Operands:
 
     def csr(self, pass_: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """The adjacency matrix, rows = targets; transposed for the backward pass. Prepared once, outside the timing."""
-        source, target = self.ends(pass_)
-        weight = self.weight if self.weight is not None else torch.ones_like(source)
-        size = (self.num_nodes, self.num_nodes)
-        return csr_int32(torch.sparse_coo_tensor(torch.stack([target, source]), weight.to(dtype), size))
+        ends = self.ends(pass_)
+        weight = self.weight if self.weight is not None else torch.ones_like(ends[0])
+        return adjacency(ends, weight.to(dtype), self.num_nodes)
 
     def ends(self, pass_: str) -> Tensor:
         """Where each edge takes a row from, and where to."""

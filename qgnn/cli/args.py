@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from qgnn.cli.precision import Precision, parse_precision
 
-MODELS = ("gcn",)
+MODELS = ("gcn", "sage", "gat", "gin", "gcn2")
 COMPRESSIONS = ("none",)
 
 
@@ -118,8 +118,8 @@ def _add_train(commands: Any) -> None:
         type=list_of(precision),
         default="fp32,int8",
         metavar="LIST",
-        help="of fp32 (PyG's own layers), bf16 (the same under autocast), int2 to int8 (qgnn's layers, all but the "
-        "last); default: %(default)s",
+        help="of fp32 (PyG's own layers), bf16 (the same under autocast), int2 to int8 (the same model converted, "
+        "all layers but the last); default: %(default)s",
     )
     what.add_argument(
         "--compress",

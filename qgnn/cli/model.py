@@ -1,71 +1,87 @@
-"""The models that are trained: PyG's layers, or qgnn's in their place."""
+"""The models that are trained: PyG's own, converted for an integer precision."""
 
-from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch_geometric.nn import GCNConv
+from torch_geometric.nn import GAT, GCN, GIN, GCN2Conv, GraphSAGE
+from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from qgnn.cli.precision import Precision
 from qgnn.cli.recipe import Recipe
 from qgnn.config import QConfig
-from qgnn.nn import QGCNConv
+from qgnn.convert import quantize_
 from qgnn.qtensor import QTensor
-from qgnn.rng import splitmix64
+
+# Sums of many neighbors grow from layer to layer, which GIN leaves to a normalization.
+_BASIC: dict[str, tuple[type[BasicGNN], dict[str, Any]]] = {
+    "gcn": (GCN, {"cached": True}),
+    "sage": (GraphSAGE, {}),
+    "gat": (GAT, {"heads": 4}),
+    "gin": (GIN, {"norm": "batch_norm"}),
+}
 
 
-class GCN(nn.Module):
-    """Graph convolutions with ReLU and dropout in between.
-
-    The masks of dropout follow from the seed, the number of the step and the layer alone, not from how many random
-    numbers the layers drew before: with equal seeds all precisions meet the same masks, and their difference is that
-    of the precision.
-
-    Args:
-        in_channels: Number of features.
-        out_channels: Number of classes.
-        recipe: Sizes and dropout.
-        precision: ``fp32`` and ``bf16`` take PyG's ``GCNConv``; an integer precision takes ``QGCNConv`` for every
-            layer but the last, whose outputs are the logits: it stays in full precision.
-        seed: Seed of the masks.
-
-    Shapes:
-        - **input:** features [N, F], for integer layers also as codes; edges [2, E]
-        - **output:** logits [N, C]
-    """
+class GCN2(nn.Module):
+    """The deep model of `"Simple and Deep Graph Convolutional Networks" <https://arxiv.org/abs/2007.02133>`_: a dense
+    layer, convolutions that each see its rows too, and a dense layer."""
 
     def __init__(
-        self, in_channels: int, out_channels: int, recipe: Recipe, precision: Precision, seed: int = 0
+        self, in_channels: int, hidden_channels: int, num_layers: int, out_channels: int, dropout: float
     ) -> None:
         super().__init__()
-        self.dropout = recipe.dropout
-        self.input_dropout = recipe.dropout if recipe.input_dropout else 0.0
-        self.seed = seed
-        self.step = 0
-        widths = [in_channels, *[recipe.hidden] * (recipe.layers - 1), out_channels]
-        self.convs = nn.ModuleList()
-        for layer, (width, next_width) in enumerate(pairwise(widths)):
-            if precision.bits is None:
-                conv = GCNConv(width, next_width, cached=True)
-            else:
-                config = QConfig(bits=precision.bits) if layer < recipe.layers - 1 else None
-                conv = QGCNConv(width, next_width, cached=True, config=config)
-            self.convs.append(conv)
+        self.dropout = nn.Dropout(dropout)
+        self.lins = nn.ModuleList([nn.Linear(in_channels, hidden_channels), nn.Linear(hidden_channels, out_channels)])
+        self.convs = nn.ModuleList(
+            GCN2Conv(hidden_channels, alpha=0.1, theta=0.5, layer=layer, cached=True)
+            for layer in range(1, num_layers - 1)
+        )
 
     def forward(self, x: Tensor | QTensor, edge_index: Tensor) -> Tensor:
         """The logits of every node."""
-        self.step += self.training
-        if self.input_dropout and isinstance(x, Tensor):
-            x = self._drop(x, self.input_dropout, 0)
-        first, *rest = self.convs
-        out: Tensor = first(x, edge_index)
-        for layer, conv in enumerate(rest, start=1):
-            out = conv(self._drop(out.relu(), self.dropout, layer), edge_index)
-        return out
+        out = initial = self.lins[0](x).relu()
+        for conv in self.convs:
+            out = conv(self.dropout(out), initial, edge_index).relu()
+        logits: Tensor = self.lins[1](self.dropout(out))
+        return logits
 
-    def _drop(self, x: Tensor, p: float, layer: int) -> Tensor:
-        if not self.training or p == 0:
-            return x
-        torch.manual_seed(splitmix64(splitmix64(self.seed) ^ (self.step << 16 | layer)))
-        return F.dropout(x, p)
+
+def make_model(name: str, in_channels: int, out_channels: int, recipe: Recipe, precision: Precision) -> nn.Module:
+    """A model with random weights, which follow from torch's seed alone.
+
+    Args:
+        name: One of ``MODELS`` of the command line.
+        in_channels: Number of features.
+        out_channels: Number of classes.
+        recipe: Sizes and dropout.
+        precision: ``fp32`` and ``bf16`` take PyG's model as it is; an integer precision converts it, all layers but the
+            last, whose outputs are the logits.
+    """
+    sizes = (in_channels, recipe.hidden, recipe.layers, out_channels)
+    if name == "gcn2":
+        model: nn.Module = GCN2(*sizes, dropout=recipe.dropout)
+    else:
+        cls, options = _BASIC[name]
+        model = cls(*sizes, dropout=recipe.dropout, **options)
+    return model if precision.bits is None else quantize_(model, QConfig(bits=precision.bits))
+
+
+def first_layer(model: nn.Module) -> nn.Module:
+    """The layer that reads the features."""
+    layers = model.lins if isinstance(model, GCN2) else model.convs
+    assert isinstance(layers, nn.ModuleList)
+    return layers[0]
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """What an optimizer takes: the weights of the first layer decay."""
+    first = list(first_layer(model).parameters())
+    others = [p for p in model.parameters() if all(p is not of_first for of_first in first)]
+    return [{"params": first, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def dropped(x: Tensor | QTensor, recipe: Recipe, training: bool) -> Tensor | QTensor:
+    """The features behind the dropout of the input, where the recipe has one."""
+    if not recipe.input_dropout or isinstance(x, QTensor):
+        return x
+    return torch.nn.functional.dropout(x, recipe.dropout, training)

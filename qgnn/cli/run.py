@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.data import Data
 from torch_geometric.transforms import NormalizeFeatures
 
 from qgnn import functional
 from qgnn.cli.measure import PeakMemory, SavedBytes, StepTimer
-from qgnn.cli.model import GCN
+from qgnn.cli.model import dropped, make_model, parameter_groups
 from qgnn.cli.precision import Precision
 from qgnn.cli.recipe import Recipe
 from qgnn.config import QConfig
@@ -46,6 +46,7 @@ def train_run(
     precision: Precision,
     seed: int,
     device: torch.device,
+    model_name: str = "gcn",
     on_epoch: Callable[[], None] = lambda: None,
 ) -> Run:
     """Train a model and measure it. On a CPU the same arguments give the same model, bit for bit.
@@ -56,6 +57,7 @@ def train_run(
         precision: What the layers compute in.
         seed: Seed of torch's global generator: initialization, dropout and stochastic rounding follow from it.
         device: Where to train.
+        model_name: What to train.
         on_epoch: Called after each epoch.
 
     Returns:
@@ -67,11 +69,8 @@ def train_run(
     peak.start()
     data = copy.copy(data)
     data.edge_index = data.edge_index.clone()  # a prepared graph lives as long as its edges: it ends with the run
-    model = GCN(data.x.shape[1], num_outputs(data.y), recipe, precision, seed).to(device)
-    first, *rest = model.convs
-    groups: list[dict[str, Any]] = [{"params": list(first.parameters()), "weight_decay": recipe.weight_decay}]
-    groups += [{"params": list(conv.parameters())} for conv in rest]
-    optimizer = torch.optim.Adam(groups, lr=recipe.lr)
+    model = make_model(model_name, data.x.shape[1], num_outputs(data.y), recipe, precision).to(device)
+    optimizer = torch.optim.Adam(parameter_groups(model, recipe.weight_decay), lr=recipe.lr)
     x = model_input(data.x, recipe, precision)
     timer = StepTimer(device)
     best_val_acc, test_acc = -1.0, 0.0
@@ -79,7 +78,7 @@ def train_run(
         model.train()
         with timer.step():
             optimizer.zero_grad()
-            loss(model, x, data, precision).backward()
+            loss(model, dropped(x, recipe, training=True), data, precision).backward()
             optimizer.step()
         if epoch % recipe.eval_every == 0 or epoch == recipe.epochs:
             val_acc, test_acc_now = evaluate(model, x, data, precision)
@@ -87,7 +86,7 @@ def train_run(
                 best_val_acc, test_acc = val_acc, test_acc_now
         on_epoch()
     peak_mib = peak.mib
-    saved_mib, ops = inspect_step(model, x, data, precision)
+    saved_mib, ops = inspect_step(model, x, data, recipe, precision)
     return Run(test_acc, timer.median_ms, saved_mib, peak_mib, ops)
 
 
@@ -102,7 +101,7 @@ def model_input(x: Tensor, recipe: Recipe, precision: Precision) -> Tensor | QTe
 
 
 def inspect_step(
-    model: GCN, x: Tensor | QTensor, data: Data, precision: Precision
+    model: nn.Module, x: Tensor | QTensor, data: Data, recipe: Recipe, precision: Precision
 ) -> tuple[float, dict[str, dict[str, Any]]]:
     """One more training step, without the optimizer: the MiB it keeps for backward and the ops it runs.
 
@@ -114,13 +113,13 @@ def inspect_step(
     saved = SavedBytes([x.codes, x.scale] if isinstance(x, QTensor) else [x])
     with trace(error=False) as record:
         with saved.count():
-            value = loss(model, x, data, precision)
+            value = loss(model, dropped(x, recipe, training=True), data, precision)
         value.backward()
     ops = {name: {column: op[column] for column in ("calls", "format", "backend")} for name, op in record.ops.items()}
     return saved.mib, ops
 
 
-def loss(model: GCN, x: Tensor | QTensor, data: Data, precision: Precision) -> Tensor:
+def loss(model: nn.Module, x: Tensor | QTensor, data: Data, precision: Precision) -> Tensor:
     """Training loss: cross entropy, or its multi-label form."""
     with autocast(data.x.device, precision):
         out = model(x, data.edge_index)[data.train_mask]
@@ -131,7 +130,7 @@ def loss(model: GCN, x: Tensor | QTensor, data: Data, precision: Precision) -> T
 
 
 @torch.no_grad()
-def evaluate(model: GCN, x: Tensor | QTensor, data: Data, precision: Precision) -> tuple[float, float]:
+def evaluate(model: nn.Module, x: Tensor | QTensor, data: Data, precision: Precision) -> tuple[float, float]:
     """Score on the validation and test nodes."""
     model.eval()
     with autocast(data.x.device, precision):

@@ -103,7 +103,7 @@ def train_all(data: Data, options: argparse.Namespace, recipe: Recipe, device: t
         task = progress.add_task("", total=len(order) * recipe.epochs)
         for precision, compress, seed in order:
             progress.update(task, description=f"{precision.name}, seed {seed}")
-            run = run_one(data, recipe, precision, seed, device, lambda: progress.advance(task))
+            run = run_one(data, recipe, precision, seed, device, options.model, lambda: progress.advance(task))
             if not console.is_terminal:
                 print(report.run_line(precision.name, seed, run), file=sys.stderr, flush=True)
             runs.append({"precision": precision.name, "compress": compress, "seed": seed, **run._asdict()})
@@ -113,11 +113,17 @@ def train_all(data: Data, options: argparse.Namespace, recipe: Recipe, device: t
 
 
 def run_one(
-    data: Data, recipe: Recipe, precision: Precision, seed: int, device: torch.device, on_epoch: Callable[[], None]
+    data: Data,
+    recipe: Recipe,
+    precision: Precision,
+    seed: int,
+    device: torch.device,
+    model: str,
+    on_epoch: Callable[[], None],
 ) -> Run:
     """One run, with a format that a layer refuses turned into a usage error."""
     try:
-        return train_run(data, recipe, precision, seed, device, on_epoch)
+        return train_run(data, recipe, precision, seed, device, model, on_epoch)
     except ValueError as error:
         raise UsageError(f"--precision {precision.name} on {device.type}: {error}") from error
 

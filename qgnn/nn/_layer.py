@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ from qgnn.autocast import without_autocast
 from qgnn.config import QConfig, check_product_config
 from qgnn.graph import Graph
 from qgnn.nn._common import activate, active_config, float_rows, has_custom_messages, is_custom, restore_propagate
-from qgnn.nn.epilogue import Epilogue, check_epilogue
+from qgnn.nn.epilogue import Epilogue, Fused, check_epilogue
 from qgnn.qtensor import QTensor
 
 
@@ -27,10 +28,11 @@ class Quantized:
     epilogue: Epilogue | None
     training: bool
     pyg: ClassVar[type[nn.Module]]  # the class that this one stands in for
+    has_network: ClassVar[bool] = False  # whether it runs a module that somebody gave it, under their autocast
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "forward" in cls.__dict__:
+        if "forward" in cls.__dict__ and not cls.has_network:
             cls.forward = _without_autocast(cls.forward)  # type: ignore[attr-defined]
         for base in cls.__mro__:
             if base.__module__.startswith("torch_geometric."):
@@ -54,6 +56,11 @@ class Quantized:
         """The config of this call: in eval mode, rounding is to nearest."""
         return active_config(self.training, self.config)
 
+    @property
+    def operands(self) -> str:
+        """What a summary says that this layer computes with: ``"int8"``, ``"int4"``, ..., or ``"fp32"``."""
+        return "fp32" if self.config is None else f"int{self.config.bits}"
+
     def in_kernel(self) -> dict[str, Any]:
         """What of the epilogue a product or sum can apply itself, as its keyword arguments."""
         epilogue = self.epilogue
@@ -68,6 +75,14 @@ class Quantized:
     def finish(self, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """Add a bias and other rows, and apply the whole epilogue: one pass."""
         return activate(out, self.epilogue, self.training, self.active, bias=bias, residual=residual)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        alone, twin = not memo, type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(vars(self), memo))  # type: ignore[attr-defined]
+        if alone and isinstance(self.epilogue, Fused):  # its activation belongs to the model that it was taken from
+            twin.epilogue = None
+        return twin
 
     def __repr__(self) -> str:
         epilogue = "" if self.epilogue is None else f", epilogue={self.epilogue}"

@@ -46,6 +46,11 @@ class NeighborConv(QuantizedConv):
         """What a summary of a model has to say about this layer."""
         return None if self.reduce else f"aggregation {self.aggr!r} runs on PyG's path in full precision"
 
+    @property
+    def operands(self) -> str:
+        """What a summary says that this layer computes with."""
+        return super().operands if self.reduce else "fp32"
+
     def takes_messages(self, x: Any, *linears: nn.Module) -> bool:
         """Whether PyG's own path has to run."""
         rows = x[0] if isinstance(x, (tuple, list)) else x

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
 
 ACTIVATIONS = ("relu", "leaky_relu", "elu")
 
@@ -39,6 +42,37 @@ class Epilogue:
             )
         if not isinstance(self.dropout, (int, float)) or not 0.0 <= self.dropout <= 1.0:
             raise ValueError(f"'Epilogue' expects 'dropout' to be a probability from 0 to 1 (got {self.dropout!r})")
+
+
+class Fused(Epilogue):
+    """What the modules behind a layer did in its model, with the numbers that these have at each call.
+
+    Args:
+        activation: A ReLU, LeakyReLU or ELU.
+        dropout: A dropout behind that.
+    """
+
+    modules: tuple[Any, ...]
+
+    def __init__(self, activation: nn.Module, dropout: nn.Module | None = None) -> None:
+        object.__setattr__(self, "modules", (activation,) if dropout is None else (activation, dropout))
+
+    @property
+    def activation(self) -> str:
+        kinds = {nn.ReLU: "relu", nn.LeakyReLU: "leaky_relu", nn.ELU: "elu"}
+        return next(name for kind, name in kinds.items() if isinstance(self.modules[0], kind))
+
+    @property
+    def dropout(self) -> float:
+        return (self.modules[1].p if len(self.modules) == 2 else 0) or 0
+
+    @property
+    def negative_slope(self) -> float:
+        return getattr(self.modules[0], "negative_slope", Epilogue.negative_slope)
+
+    @property
+    def alpha(self) -> float:
+        return getattr(self.modules[0], "alpha", Epilogue.alpha)
 
 
 def check_epilogue(epilogue: object, owner: str) -> None:

@@ -40,7 +40,7 @@ class QGINConv(NeighborConv, GINConv):
         - **input:** node features ``[N, F_in]`` or ``[B, N, F_in]`` (a tensor or a :class:`qgnn.QTensor`), or a pair
           of them, ``([S, F_in], [T, F_in])``, with ``None`` for target nodes without features; edges ``[2, E]``, a
           sparse matrix or a :class:`qgnn.Graph`; ``size`` ``(S, T)`` *(optional)*
-        - **output:** ``[N, F_out]``, ``[B, N, F_out]`` or ``[T, F_out]``
+        - **output:** ``[N, F_out]``, ``[B, N, F_out]`` or ``[T, F_out]``, of ``x``'s type
 
     Raises:
         TypeError: If ``config`` is no :class:`qgnn.QConfig`, or ``x`` is not a dense floating-point tensor.
@@ -50,6 +50,8 @@ class QGINConv(NeighborConv, GINConv):
         >>> conv = QGINConv(torch_geometric.nn.MLP([64, 64, 32]), train_eps=True)
         >>> out = conv(x, edge_index)
     """
+
+    has_network = True
 
     def __init__(
         self,
@@ -77,4 +79,4 @@ class QGINConv(NeighborConv, GINConv):
         config, reduce = self.active, self.reduce
         assert reduce is not None
         out = aggregate(graph, operand(source, config), reduce=reduce, config=config)
-        return self.finish(self.nn(add_root(out, target, self.eps)))
+        return self.finish(self.nn(add_root(out, target, self.eps)).to(out.dtype))

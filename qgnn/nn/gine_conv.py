@@ -25,8 +25,8 @@ class QGINEConv(NeighborConv, GINEConv):
         \sum_{j \in \mathcal{N}(i)} \mathrm{ReLU} ( \mathbf{x}_j + \mathbf{e}_{j,i} ) \right).
 
     It differs from :class:`QGINConv` in the messages, one an edge: rows and edge features meet in full precision, and
-    the messages are rounded to int8 to be summed. The dense layer of ``edge_dim`` runs on int8 codes. A
-    :class:`torch_geometric.nn.GINEConv` with the same parameters and state dict.
+    the messages are rounded to int8 to be summed; what is kept of them is one bit a value, the sign. The dense layer of
+    ``edge_dim`` runs on int8 codes. A :class:`torch_geometric.nn.GINEConv` with the same parameters and state dict.
 
     Args:
         nn: The network :math:`h_{\mathbf{\Theta}}`; see :class:`QGINConv`.
@@ -41,7 +41,7 @@ class QGINEConv(NeighborConv, GINEConv):
 
     Shapes:
         - **input:** as :class:`QGINConv`, and features of edges ``[E, D]``
-        - **output:** ``[N, F_out]``, ``[B, N, F_out]`` or ``[T, F_out]``
+        - **output:** ``[N, F_out]``, ``[B, N, F_out]`` or ``[T, F_out]``, of ``x``'s type
 
     Raises:
         TypeError: If ``config`` is no :class:`qgnn.QConfig`, or ``x`` is not a dense floating-point tensor.
@@ -52,6 +52,7 @@ class QGINEConv(NeighborConv, GINEConv):
         >>> out = conv(x, edge_index, edge_attr)
     """
 
+    has_network = True
     reduces = ("sum",)
 
     def __init__(
@@ -85,10 +86,11 @@ class QGINEConv(NeighborConv, GINEConv):
             rows, edge_rows = rows.transpose(0, 1), edge_rows.unsqueeze(1)
         # A sum with nothing gathers rows, and has a gradient that repeats bit for bit.
         nothing = rows.new_zeros(()).expand(graph.num_targets, *rows.shape[1:])
-        messages = (functional.sddmm(graph, rows, nothing, op="add") + edge_rows).relu()
+        gathered = functional.sddmm(graph, rows, nothing, op="add")
+        messages = functional.activation(gathered, "relu", residual=edge_rows.expand_as(gathered))
         out = functional.incidence_sum(graph, messages, config=self.active)
         out = out.transpose(0, 1) if out.dim() == 3 else out
-        return self.finish(self.nn(add_root(out, target, self.eps)))
+        return self.finish(self.nn(add_root(out, target, self.eps)).to(out.dtype))
 
     def _edge_rows(self, edge_attr: Tensor | None, num_edges: int, width: int) -> Tensor:
         """Features of edges as wide as those of nodes, checked."""
@@ -99,8 +101,8 @@ class QGINEConv(NeighborConv, GINEConv):
         if self.lin is not None:
             initialize_lazy(self.lin, edge_attr)
             config, weight = self.active, self.lin.weight
-            edge_attr = operand(edge_attr.to(weight.dtype), config)
-            edge_attr = functional.linear(edge_attr, weight, self.lin.bias, config=config)
+            codes = operand(edge_attr.to(weight.dtype), config)
+            edge_attr = functional.linear(codes, weight, self.lin.bias, config=config)
         if edge_attr.shape[1] != width:
             raise ValueError(
                 f"'{name}' expects node and edge features of one size (got {width} and {edge_attr.shape[1]}); "

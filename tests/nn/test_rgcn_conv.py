@@ -99,7 +99,8 @@ def test_rgcn_conv_looks_node_numbers_up_as_pyg_does(config: QConfig | None) -> 
     ours.epilogue = Epilogue("relu")
     with trace() as record:
         torch.testing.assert_close(ours(None, EDGES, edge_type), expected.relu())
-    assert record.ops.keys() == {"messages.forward"}
+    assert "messages.forward" in record.ops
+    assert "spmm.forward" not in record.ops
     assert ours.note == ("weights of node numbers are looked up in full precision" if config else None)
 
 

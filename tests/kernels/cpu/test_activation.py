@@ -8,6 +8,7 @@ from activation_cases import (
     KEPT,
     assert_backward_equals_reference,
     assert_forward_equals_reference,
+    assert_no_code_overflows,
     backward_operands,
     dropout_of,
 )
@@ -26,6 +27,10 @@ def test_activation_equals_reference(F: int, name: str, p: float) -> None:
     for seed in (None, 3):
         assert_forward_equals_reference(activation, name, p, x, bias, residual, seed)
     assert_forward_equals_reference(activation, name, p, x)
+
+
+def test_no_code_overflows() -> None:
+    assert_no_code_overflows(activation, "cpu")
 
 
 @pytest.mark.parametrize("F", WIDTHS)

@@ -1,0 +1,164 @@
+"""PyG's own models on real data, as they are and after ``qgnn.quantize_``: equal splits, recipes and first weights.
+
+A case is one training run. Its gate looks at the untrained model: what conversion may change of its result is rounding.
+What is recorded is the test accuracy at the best validation epoch, and the time of a training step. Where a layer sums
+features before its product, PyG's takes them by a CSR matrix, to the same result: so many a message would take hours.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch_geometric.data import Data
+from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE
+
+import qgnn
+from qgnn.cli.run import normalize_rows
+from qgnn.data import DatasetError
+
+from ..clock import make_clock
+from ..harness import Case, Measured, Provider, UnavailableError
+from .inputs import INT8, TOLERANCE, Setting, adjacency, graph, graph_name
+
+PLANETOID = ("cora", "pubmed")
+DATASETS = ("cora", "pubmed", "photo", "dblp")
+MODELS: dict[str, Callable[..., torch.nn.Module]] = {
+    "gcn": GCN,
+    "sage": GraphSAGE,
+    "gat": partial(GAT, heads=8),
+    "gin": GIN,
+}
+SUMS_FEATURES = ("sage", "gin")
+PRECISIONS = ("fp32", "int8")
+NUM_SEEDS, NUM_EPOCHS, EVAL_EVERY = 5, 100, 2
+QUICK_SEEDS, QUICK_EPOCHS = 1, 4
+DROPOUT, WEIGHT_DECAY = 0.5, 5e-4
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is made and trained on a data set.
+
+    Args:
+        hidden: Width of the hidden layer.
+        lr: Learning rate of Adam.
+        norm: Normalization, as the models of PyG take it.
+        normalize_rows: Whether the rows of the features are scaled to sum to one.
+    """
+
+    hidden: int = 64
+    lr: float = 0.01
+    norm: str | None = None
+    normalize_rows: bool = False
+
+
+def recipe(kind: str, dataset: str) -> Recipe:
+    """The usual values; on the citation graphs as in Kipf and Welling. What GIN sums grows with the degree: it takes
+    smaller steps, and where nodes have over a thousand neighbors (Photo) it trains with normalization only."""
+    planetoid = dataset in PLANETOID
+    if kind == "gin":
+        return Recipe(norm="batch_norm") if dataset == "photo" else Recipe(lr=0.005)
+    return Recipe(hidden=16 if planetoid and kind == "gcn" else 64, normalize_rows=planetoid)
+
+
+@lru_cache(maxsize=1)
+def load(name: str, with_normal_rows: bool, setting: Setting) -> Data:
+    """A data set with one split."""
+    if setting.quick:
+        return graph("arxiv", setting)
+    try:
+        data = qgnn.data.load(name, setting.root)
+    except DatasetError as error:
+        raise UnavailableError(f"{error}; --root names the folder of the data sets") from error
+    return (normalize_rows(data) if with_normal_rows else data).to(setting.device)
+
+
+class Problem:
+    """One model on one data set, from one seed."""
+
+    def __init__(self, dataset: str, kind: str, seed: int, setting: Setting) -> None:
+        self.dataset, self.kind, self.seed, self.setting = dataset, kind, seed, setting
+        name = graph_name("arxiv", setting) if setting.quick else dataset
+        self.recipe = recipe(kind, dataset)
+        self.name, self.run = f"{name}/{kind}", f"seed{seed}"
+
+    @property
+    def data(self) -> Data:
+        return load(self.dataset, self.recipe.normalize_rows, self.setting)
+
+    def model(self) -> torch.nn.Module:
+        """PyG's, with the weights that follow from the seed."""
+        torch.manual_seed(self.seed)
+        sizes = {"in_channels": self.data.num_features, "hidden_channels": self.recipe.hidden, "num_layers": 2}
+        how = {"out_channels": int(self.data.y.max()) + 1, "dropout": DROPOUT, "norm": self.recipe.norm}
+        return MODELS[self.kind](**sizes, **how).to(self.setting.device)
+
+    @torch.no_grad()
+    def exact(self) -> Sequence[Tensor]:
+        """What the untrained model makes of the data in float64."""
+        return [self.model().double().eval()(self.data.x.double(), self.data.edge_index)]
+
+    def measure(self, precision: str) -> Measured:
+        model = self.model()
+        if precision == "int8":
+            qgnn.quantize_(model, INT8)
+        with torch.no_grad():
+            untrained = model.eval()(self.data.x, self.data.edge_index)
+        test_acc, times_ms = self.train(model, self.edges(precision))
+        return Measured([untrained], times_ms, None, None, test_acc)
+
+    def edges(self, precision: str) -> Tensor:
+        """Made for this run: what a layer prepares of them lives as long as they do."""
+        edge_index = self.data.edge_index.clone()
+        if precision == "int8" or self.kind not in SUMS_FEATURES:
+            return edge_index
+        return adjacency(edge_index, torch.ones(edge_index.shape[1], device=edge_index.device), len(self.data.x))
+
+    def train(self, model: torch.nn.Module, edges: Tensor) -> tuple[float, list[float]]:
+        """Test accuracy at the best validation epoch, and the times of the steps."""
+        data = self.data
+        optimizer = torch.optim.Adam(model.parameters(), lr=self.recipe.lr, weight_decay=WEIGHT_DECAY)
+        clock = make_clock(self.setting.device)
+        times_ms = []
+        best_val_acc, test_acc = -1.0, 0.0
+
+        def step() -> None:
+            optimizer.zero_grad()
+            out = model(data.x, edges)
+            F.cross_entropy(out[data.train_mask], data.y[data.train_mask]).backward()
+            optimizer.step()
+
+        for epoch in range(1, 1 + (QUICK_EPOCHS if self.setting.quick else NUM_EPOCHS)):
+            model.train()
+            times_ms.append(clock.time(step))
+            if epoch % EVAL_EVERY == 0:
+                val_acc, test_acc_now = evaluate(model.eval(), data, edges)
+                if val_acc > best_val_acc:
+                    best_val_acc, test_acc = val_acc, test_acc_now
+        return test_acc, times_ms
+
+    def case(self, precision: str) -> Case:
+        form = "csr" if self.kind in SUMS_FEATURES else "coo"
+        name = "qgnn int8" if precision == "int8" else f"pyg {form} fp32"
+        provider = Provider(name, partial(self.measure, precision), TOLERANCE[precision])
+        return Case(f"{self.name}/{precision}/{self.run}", "step", self.exact, [provider])
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, data: Data, edges: Tensor) -> tuple[float, float]:
+    """Accuracy on the validation and on the test nodes."""
+    right = model(data.x, edges).argmax(dim=1) == data.y
+    val_acc, test_acc = (right[mask].float().mean() for mask in (data.val_mask, data.test_mask))
+    return float(val_acc), float(test_acc)
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    for dataset in setting.shapes(*DATASETS):
+        for kind in MODELS:
+            for seed in range(QUICK_SEEDS if setting.quick else NUM_SEEDS):
+                problem = Problem(dataset, kind, seed, setting)
+                for precision in PRECISIONS:  # in turn, so that a busy moment does not hit only one
+                    yield problem.case(precision)

@@ -1,0 +1,80 @@
+"""The tables of the suites that README shows apart, made of records: layers, and the accuracy of models."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+
+from .records import Record
+from .summary import lines, machines, ms, provenance, table, times
+
+Groups = Sequence[Sequence[Record]]
+Rows = Iterator[tuple[str, ...]]
+
+LAYER = (
+    *("graph", "layer", "qgnn int8 ms", "qgnn fp32 ms", "PyG COO ms", "PyG CSR ms", "PyG COO bf16 ms"),
+    *("best fp32 rival", "ms", "over COO", "over CSR", "over the best"),
+)
+ACCURACY = ("data set", "model", "PyG fp32 %", "qgnn int8 %", "difference", "seeds")
+ACCURACY_NOTE = (
+    "Test accuracy at the best validation epoch, mean and standard deviation over the seeds. A seed gives both the "
+    "same first weights: the difference in points is the mean of those of the seeds, with its standard error."
+)
+
+
+def layer_rows(groups: Groups) -> Rows:
+    for group in groups:
+        if group[0]["suite"] != "layer":
+            continue
+        (line,) = lines([group])
+        by_name = {record["provider"]: record for record in group}
+        csr, bf16 = (by_name.get(name) for name in ("pyg csr fp32", "pyg coo bf16"))
+        graph, layer, size = line.case.rsplit("/", 2)
+        yield (
+            graph,
+            f"{layer.removesuffix('-layer')} {size}",
+            *map(ms, (line.quantized, line.full, line.default, csr, bf16)),
+            "" if line.rival is None else line.rival["provider"],
+            ms(line.rival),
+            *(times(line.speedup(line.best, other)) for other in (line.default, csr, line.rival)),
+        )
+
+
+def accuracy_rows(groups: Groups) -> Rows:
+    """A line a data set and model, of the seeds that both precisions have at one commit."""
+    runs: dict[str, dict[tuple[str, str], dict[str, float]]] = {}
+    for (record,) in (group for group in groups if group[0]["suite"] == "accuracy" and group[0]["ok"]):
+        model, precision, seed = record["case"].rsplit("/", 2)
+        runs.setdefault(model, {}).setdefault((seed, record["commit"]), {})[precision] = 100 * record["test_acc"]
+    for model, by_seed in runs.items():
+        pairs = [(found["fp32"], found["int8"]) for found in by_seed.values() if len(found) == 2]
+        if pairs:
+            full, quantized = zip(*pairs, strict=True)
+            differences = [b - a for a, b in pairs]
+            spread = [f" ± {stdev(values):.2f}" if len(pairs) > 1 else "" for values in (full, quantized)]
+            error = f" ± {stdev(differences) / len(pairs) ** 0.5:.2f}" if len(pairs) > 1 else ""
+            yield (
+                *model.rsplit("/", 1),
+                f"{mean(full):.2f}{spread[0]}",
+                f"{mean(quantized):.2f}{spread[1]}",
+                f"{mean(differences):+.2f}{error}",
+                str(len(pairs)),
+            )
+
+
+def _region(results: Path, suite: str, header: Sequence[str], rows: Callable[[Groups], Rows]) -> str:
+    """A table a machine that has records of the suite."""
+    parts = []
+    for machine, groups in machines(results).items():
+        groups = [group for group in groups if group[0]["suite"] == suite]
+        if found := list(rows(groups)):
+            parts.append(f"**{machine}**: {provenance(groups)}\n\n{table(header, found)}")
+    return "\n\n".join(parts)
+
+
+def layer_region(results: Path) -> str:
+    return _region(results, "layer", LAYER, layer_rows)
+
+
+def accuracy_region(results: Path) -> str:
+    text = _region(results, "accuracy", ACCURACY, accuracy_rows)
+    return f"{text}\n\n{ACCURACY_NOTE}" if text else ""

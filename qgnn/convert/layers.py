@@ -1,0 +1,162 @@
+"""Which modules of a model are layers that can be quantized, which of them comes last, and why others are left."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+from torch._dynamo import OptimizedModule
+from torch_geometric.nn import MLP, HeteroConv, Linear, MessagePassing
+from torch_geometric.nn.models.basic_gnn import BasicGNN
+
+from qgnn import nn as qnn
+from qgnn.nn import QLinear
+from qgnn.nn._layer import Quantized
+
+
+def _counterparts() -> dict[type[nn.Module], type[Quantized]]:
+    exported = [getattr(qnn, name) for name in qnn.__all__]
+    layers = [cls for cls in exported if isinstance(cls, type) and issubclass(cls, Quantized)]
+    return {**{cls.pyg: cls for cls in layers}, nn.Linear: QLinear}
+
+
+COUNTERPARTS = _counterparts()  # by exact type: a subclass has code of its own, which would be lost
+
+_NORMALIZATIONS = (
+    "torch.nn.modules.batchnorm",
+    "torch.nn.modules.instancenorm",
+    "torch.nn.modules.normalization",
+    "torch_geometric.nn.norm",
+)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What :func:`qgnn.quantize_` leaves on a module as ``module._conversion``.
+
+    Args:
+        original: The class that the module had before, if it was changed.
+        added: Names of the attributes that the module got.
+        reason: Why the module is in full precision, or was left alone; ``None`` if it is quantized.
+    """
+
+    original: type[nn.Module] | None = None
+    added: tuple[str, ...] = ()
+    reason: str | None = None
+
+
+def mark_of(module: nn.Module) -> Mark | None:
+    return vars(module).get("_conversion")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside the wrappers of ``torch.compile`` and of data parallelism, whose names have no prefix."""
+    while True:
+        if isinstance(model, OptimizedModule):
+            model = model._orig_mod
+        elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        else:
+            return model
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether ``module`` is quantized or can be."""
+    return isinstance(module, Quantized) or type(module) in COUNTERPARTS
+
+
+def own_products(layer: nn.Module) -> Iterator[nn.Module]:
+    """The dense layers that are parts of a layer, whose weights its fused path reads: they are never called."""
+    for name, child in layer.named_children():
+        for part in child if isinstance(child, nn.ModuleList) else (child,):
+            if name != "nn" and type(part) in (Linear, QLinear):
+                yield part
+
+
+def walk(module: nn.Module, *, into_left: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """``named_modules()`` without the dense layers that are parts of other layers.
+
+    Args:
+        module: The model.
+        into_left: Also what is inside of modules that an earlier conversion left alone as a whole.
+    """
+    seen: set[int] = set()
+
+    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        yield name, module
+        left = mark_of(module) is not None and not isinstance(module, Quantized)
+        if isinstance(module, torch.jit.ScriptModule) or (left and not into_left):
+            return
+        if is_layer(module):
+            seen.update(map(id, own_products(module)))
+        for child_name, child in module.named_children():
+            yield from visit(f"{name}.{child_name}" if name else child_name, child)
+
+    return visit("", module)
+
+
+def last_layer(module: nn.Module, *, parallel: bool = False) -> nn.Module | None:
+    """The part of a model that makes its result: a layer, or several that work side by side.
+
+    Args:
+        module: The model, or a part of it.
+        parallel: Whether the entries of a ``ModuleDict`` work side by side, as in what ``to_hetero`` returns.
+    """
+    if is_layer(module):
+        return module
+    side_by_side = isinstance(module, (MessagePassing, HeteroConv)) or (parallel and isinstance(module, nn.ModuleDict))
+    if side_by_side and any(is_layer(part) for _, part in walk(module, into_left=True)):
+        return module
+    parts = reversed(list(module.children()))
+    if isinstance(module, BasicGNN):
+        return last_layer(module.lin if hasattr(module, "lin") else module.convs[-1])
+    if isinstance(module, MLP):
+        return last_layer(module.lins[-1])
+    parallel = parallel or isinstance(module, torch.fx.GraphModule)
+    return next((found for part in parts if (found := last_layer(part, parallel=parallel)) is not None), None)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern is that of a module or of one around it.
+
+    Args:
+        pattern: As in a shell, or a regular expression behind ``re:``.
+        name: Name of the module, as in ``named_modules()``.
+    """
+    parts = name.split(".")
+    names = (".".join(parts[: end + 1]) for end in range(len(parts)))
+    if pattern.startswith("re:"):
+        return any(re.fullmatch(pattern[3:], each) for each in names)
+    return any(fnmatchcase(each, pattern) for each in names)
+
+
+def why_left(module: nn.Module) -> str:
+    """Why a module is none of ours."""
+    mark, cls = mark_of(module), type(module)
+    if mark is not None and mark.reason is not None:
+        return mark.reason
+    if isinstance(module, torch.jit.ScriptModule):
+        return "TorchScript: its code cannot be changed any more"
+    if cls in COUNTERPARTS:
+        return "not converted"
+    if cls is nn.LazyLinear:
+        return "LazyLinear: becomes a Linear in the first pass; convert the model behind it"
+    base = next((base for base in cls.__mro__ if base in COUNTERPARTS), None)
+    if base is not None:
+        return f"{cls.__name__}: a subclass of {base.__name__}, whose own code a conversion would lose"
+    if any(base.__module__.startswith(_NORMALIZATIONS) for base in cls.__mro__):
+        return f"{cls.__name__}: no int8 counterpart: normalization is cheap and needs full precision"
+    return f"{cls.__name__}: no quantized counterpart"
+
+
+def is_listed(module: nn.Module) -> bool:
+    """Whether a module that is not quantized deserves a reason: it has parameters of its own, or is a convolution."""
+    own = any(parameter is not None for parameter in module._parameters.values())
+    return own or mark_of(module) is not None or isinstance(module, MessagePassing) or type(module) in COUNTERPARTS

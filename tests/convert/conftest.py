@@ -1,0 +1,7 @@
+"""What the tests of conversion share."""
+
+import pytest
+
+from threads import one_thread
+
+_one_thread = pytest.fixture(autouse=True, scope="package")(one_thread)

@@ -1,0 +1,138 @@
+"""What suites compare is the same work: references in pieces, layers and models from equal weights, gates that see."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import qgnn
+from house import ROOT
+
+sys.path.append(str(ROOT))  # bench is not installed; last, so that an installed qgnn is found first
+accuracy = importlib.import_module("bench.suites.accuracy")
+harness = importlib.import_module("bench.harness")
+inputs = importlib.import_module("bench.suites.inputs")
+layer = importlib.import_module("bench.suites.layer")
+main = importlib.import_module("bench.__main__")
+pieces = importlib.import_module("bench.suites.pieces")
+provenance = importlib.import_module("qgnn.cli.provenance")
+records = importlib.import_module("bench.records")
+
+QUICK = inputs.Setting(torch.device("cpu"), quick=True)
+
+
+def test_pieces_hold_every_edge_once_with_all_edges_of_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    edge_index = torch.tensor([[0, 1, 2, 3, 4, 0, 2], [1, 1, 4, 0, 1, 4, 3]])
+    monkeypatch.setattr(pieces, "PIECE_VALUES", 4 * 2)
+    found = list(pieces.pieces(edge_index, 5, width=4))
+    assert len(found) == 4
+    assert [node for targets, _ in found for node in range(5)[targets]] == list(range(5))
+    for targets, edges in found:
+        assert set(edges[1].tolist()) <= set(range(5)[targets])
+    together = torch.cat([edges for _, edges in found], dim=1)
+    assert sorted(together.t().tolist()) == sorted(edge_index.t().tolist())
+
+
+@pytest.mark.parametrize("kind", layer.ATTENTION)
+def test_a_reference_in_pieces_is_that_of_all_edges(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = layer.Problem(kind, "cora", QUICK)
+    problem.edge_index = torch.randint(problem.num_nodes, (2, 60))
+    whole = problem.exact()
+    monkeypatch.setattr(pieces, "PIECE_VALUES", 20 * problem.channels)
+    for a, b in zip(problem.exact(), whole, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-12 * float(b.norm()))
+
+
+@pytest.mark.parametrize("kind", layer.LAYERS)
+def test_a_layer_starts_from_what_its_peers_start_from(kind: str) -> None:
+    """The gate would not tell a wrong weight from rounding where it is small."""
+    problem = layer.Problem(kind, "cora", QUICK)
+    ours = getattr(qgnn.nn, f"Q{layer.LAYERS[kind].__name__}")
+    for make in (ours, layer.PREPARED.get(kind, layer.LAYERS[kind])):
+        options = {"config": inputs.INT8} if make is ours else {}
+        state = problem.loaded(problem.layer(make, **options)).state_dict()
+        assert state.keys() == problem.state.keys()
+        assert all(torch.equal(state[name], value) for name, value in problem.state.items())
+
+
+def test_a_mean_that_bf16_cannot_count_is_not_measured() -> None:
+    problem = layer.Problem("sage", "cora", QUICK)
+    problem.edge_index = torch.zeros(2, layer.BF16_COUNTS + 1, dtype=torch.int64)
+    with pytest.raises(harness.UnavailableError, match="PyG counts the rows of a mean in bf16"):
+        problem.bf16(problem.coo)
+    ones = torch.ones(layer.BF16_COUNTS + 1, dtype=torch.bfloat16)
+    counted = torch.zeros(1, dtype=torch.bfloat16).scatter_add_(0, torch.zeros_like(ones, dtype=torch.int64), ones)
+    assert int(counted) == layer.BF16_COUNTS
+
+
+@pytest.mark.parametrize("kind", accuracy.MODELS)
+def test_a_converted_model_starts_where_the_other_does(kind: str) -> None:
+    """Equal weights, and a gate that sees others."""
+    problem = accuracy.Problem("cora", kind, 3, QUICK)
+    plain, converted = problem.model(), qgnn.quantize_(problem.model(), inputs.INT8)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), converted.parameters(), strict=True))
+    models = {"fp32": plain.eval(), "int8": converted.eval()}
+    with torch.no_grad():
+        outputs = {p: model(problem.data.x, problem.edges(p)) for p, model in models.items()}
+    exact, others = problem.exact(), accuracy.Problem("cora", kind, 4, QUICK).exact()
+    for precision, out in outputs.items():
+        assert harness.relative_error([out], exact) <= inputs.TOLERANCE[precision]
+        assert harness.relative_error([out], others) > 0.2
+
+
+def test_the_accuracy_is_that_of_the_best_validation_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = accuracy.Problem("cora", "gcn", 0, QUICK)
+    monkeypatch.setattr(accuracy, "QUICK_EPOCHS", 3 * accuracy.EVAL_EVERY)
+    found = iter([(0.2, 0.5), (0.4, 0.3), (0.4, 0.9)])
+    monkeypatch.setattr(accuracy, "evaluate", lambda *_: next(found))
+    test_acc, times_ms = problem.train(problem.model(), problem.edges("fp32"))
+    assert test_acc == 0.3
+    assert len(times_ms) == accuracy.QUICK_EPOCHS
+
+
+def test_data_that_is_not_there_leaves_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def load(name: str, root: Path) -> Tensor:
+        raise qgnn.data.DatasetError(f"nothing in {root}")
+
+    monkeypatch.setattr(qgnn.data, "load", load)
+    arguments = ["--device", "cpu", "--root", str(tmp_path / "data"), "--results", str(tmp_path / "results")]
+    assert main.main(["accuracy", *arguments, "--case", "photo/gin/int8/seed4"]) == 0
+    assert not list((tmp_path / "results").glob("*/*"))
+    said = capsys.readouterr()
+    assert f"not available: nothing in {tmp_path / 'data'}; --root names the folder" in said.err
+    assert "no records" in said.out
+
+
+def test_a_run_goes_on_where_one_of_the_same_commit_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (provenance.Stamp("Some CPU", name * 40, False, {"torch": "2.0"}) for name in "ab")
+    found: list[str] = []
+
+    def measure_all(suite: str, cases: Iterator, stamp: object, **_: object) -> Iterator[list[dict]]:
+        for case in cases:
+            found.append(case.name.rpartition("/")[2])
+            values = dict.fromkeys(set(records.FIELDS) - {"device", "commit", "dirty", "versions", "utc"})
+            values |= {"suite": suite, "case": case.name, "pass": case.pass_, "provider": "qgnn fp32", "ok": True}
+            values |= dict.fromkeys(("median_ms", "p20_ms", "p80_ms"), 1.0)
+            yield [records.make_record(stamp, provenance.now(), **values)]
+
+    def measured(stamp: object, *more: str) -> list[str]:
+        monkeypatch.setattr(provenance, "make_stamp", lambda device: stamp)
+        found.clear()
+        assert main.main(["softmax", "--device", "cpu", "--quick", "--results", str(tmp_path), *more]) == 0
+        return found.copy()
+
+    monkeypatch.setattr(harness, "measure_all", measure_all)
+    whole = ["attention_weights"] * 2 + ["edge_softmax"] * 2
+    assert measured(first, "--case", "arxiv/synthetic/x0.005/H4/edge") == whole[2:]
+    assert measured(first, "--resume") == whole[:2]
+    assert measured(first, "--resume") == []
+    assert measured(first) == whole
+    assert measured(second, "--resume") == whole
+    assert measured(replace(second, dirty=True), "--resume") == whole
