@@ -343,17 +343,18 @@ def test_layers_take_codes(name: str) -> None:
 
 @ALL
 def test_nothing_of_a_size_of_edges_times_features_is_kept(name: str) -> None:
-    num_nodes, num_edges, width = 40, 4000, 32
+    num_nodes, num_edges, wide = 40, 4000, 256
     edge_index = torch.randint(num_nodes, (2, num_edges))
-    conv = getattr(qnn, f"Q{name}")(width, width, heads=H)
-    x = torch.randn(num_nodes, width, requires_grad=True)
+    conv = getattr(qnn, f"Q{name}")(wide, M, heads=H)
+    x = torch.randn(num_nodes, wide, requires_grad=True)
     conv(x, edge_index)
     kept = kept_bytes(lambda: conv(x, edge_index), (*conv.parameters(),))
     graph = 4 * 3 * (num_edges + num_nodes) + 8 * (num_nodes + 1)  # index, index and order of the transposed graph
-    # x, three products and the result in bytes a value, four scales or scores a node and head, and alike small things
-    rows = num_nodes * (width + 4 * H * width + 4 * 16 * H)
-    weights = 4 * 8 * H * width * width
-    assert kept <= graph + rows + weights < num_edges * H * width
+    # codes of x and of three rows a head; scales, scores and logarithms of each head; what makes the scores of x
+    rows = num_nodes * (wide + 3 * H * M + 4 * 8 * H) + 4 * 2 * H * wide
+    assert kept <= graph + rows
+    assert rows < 4 * num_edges * H  # no number an edge and head
+    assert rows < x.nbytes
 
 
 @ALL
@@ -380,3 +381,13 @@ def test_int8_layers_run_in_int8(name: str) -> None:
     formats = {op: entry["format"] for op, entry in ran.ops.items()}
     assert all("int8" in fmt for op, fmt in formats.items() if op.startswith(("matmul", "attention"))), formats
     assert any(op.startswith("attention") for op in formats)
+
+
+@ALL
+def test_an_epilogue_stands_behind_bias_and_residual(name: str) -> None:
+    edge_index, num_nodes = GRAPHS["random"]
+    theirs, ours = pair(name, **({} if name == "TransformerConv" else {"residual": True}))
+    ours = copy.deepcopy(ours)
+    ours.configure(None, qnn.Epilogue("elu"))
+    x = torch.randn(num_nodes, K)
+    torch.testing.assert_close(ours(x, edge_index), nn.functional.elu(theirs(x, edge_index)), rtol=1e-5, atol=1e-5)
