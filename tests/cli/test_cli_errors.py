@@ -51,7 +51,7 @@ def error_of(code: int, capsys: pytest.CaptureFixture[str]) -> str:
         (["--lr", "0"], "--lr: expected a number in (0, 100] (got '0')"),
         (["--lr", "nan"], "--lr: expected a number in (0, 100] (got 'nan')"),
         (["--weight-decay", "-1"], "--weight-decay: expected a number in [0, 100] (got '-1')"),
-        (["--model", "gat"], "--model: invalid choice: 'gat'"),
+        (["--model", "mlp"], "--model: invalid choice: 'mlp'"),
         (["--device", "tpu"], "--device: invalid choice: 'tpu'"),
         (["--no-such-option"], "unrecognized arguments: --no-such-option"),
         (["--layers", "1", "--precision", "int8"], "--precision int8 expects at least 2 layers (got --layers 1)"),
