@@ -22,6 +22,7 @@ main = importlib.import_module("bench.__main__")
 pieces = importlib.import_module("bench.suites.pieces")
 provenance = importlib.import_module("qgnn.cli.provenance")
 records = importlib.import_module("bench.records")
+step = importlib.import_module("bench.suites.step")
 
 QUICK = inputs.Setting(torch.device("cpu"), quick=True)
 
@@ -42,7 +43,11 @@ def test_pieces_hold_every_edge_once_with_all_edges_of_a_target(monkeypatch: pyt
 def test_a_reference_in_pieces_is_that_of_all_edges(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = layer.Problem(kind, "cora", QUICK)
     problem.edge_index = torch.randint(problem.num_nodes, (2, 60))
-    whole = problem.exact()
+    conv = problem.loaded(problem.on_matrix()()).double()
+    x = problem.x.double().requires_grad_()
+    out = conv(x, problem.edges())
+    out.backward(problem.grad.double())
+    whole = [out.detach(), *step.gradients_of(conv, x, layer.WITHOUT)]
     monkeypatch.setattr(pieces, "PIECE_VALUES", 20 * problem.channels)
     for a, b in zip(problem.exact(), whole, strict=True):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-12 * float(b.norm()))
