@@ -21,6 +21,10 @@ BOTH = pytest.mark.parametrize("config", [None, NEAREST], ids=["fp32", "int8"])
 ALL = pytest.mark.parametrize("name", LAYERS)
 ATTENTION = pytest.mark.parametrize("cls", [QGATConv, QGATv2Conv, QTransformerConv])
 EDGES = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+SIZED = ("gcn", "sage", "graph", "sg", "cheb", "gat", "gatv2", "transformer")
+# PyG refuses a projection of unknown size, and never makes the skip of a TransformerConv that has no root.
+NOT_LAZY = ("sage/project", "sage/wide", "graph/wide", "transformer/no_root")
+LAZY = [name for name in LAYERS if name.split("/")[0] in SIZED and name not in NOT_LAZY]
 
 
 @BOTH
@@ -161,7 +165,7 @@ def test_a_hetero_model_of_one_node_type(config: QConfig | None) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("name", [name for name, layer in LAYERS.items() if layer.is_sized])
+@pytest.mark.parametrize("name", LAZY)
 def test_lazy_sizes_come_from_the_first_input(name: str, config: QConfig | None) -> None:
     """https://github.com/pyg-team/pytorch_geometric/issues/6827"""
     layer = LAYERS[name].ours(config, -1, M)
@@ -173,7 +177,8 @@ def test_lazy_sizes_come_from_the_first_input(name: str, config: QConfig | None)
 @ATTENTION
 def test_attention_keeps_no_tensor_of_the_size_of_edges(cls: type[nn.Module]) -> None:
     """https://github.com/pyg-team/pytorch_geometric/issues/527: what is kept does not grow with the edges."""
-    conv, num_nodes = cls(K, 16, heads=2), 50
+    options = {} if cls is QTransformerConv else {"add_self_loops": False}  # so that the graph is the given one
+    conv, num_nodes = cls(K, 16, heads=2, **options), 50
     x = torch.randn(num_nodes, K, requires_grad=True)
     bytes_kept = []
     for num_edges in (200, 6400):
