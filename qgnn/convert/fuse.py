@@ -19,7 +19,7 @@ from torch_geometric.nn import MLP, Sequential
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from qgnn.nn._layer import Quantized
-from qgnn.nn.epilogue import Fused
+from qgnn.nn.epilogue import Fused, module_at
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -185,10 +185,10 @@ def fuse_(root: nn.Module) -> None:
     for model in tuple(root.modules()):
         moved = []
         for places, names in _chains(model):
-            layers: list[Any] = [model.get_submodule(".".join(place)) for place in places]
+            layers = [module_at(model, place) for place in places]
             if not layers or not all(_can_fuse(layer) and uses[id(layer)] == 1 for layer in layers):
                 continue
-            modules = [getattr(model, name) for name in names]
+            modules = [module_at(model, (name,)) for name in names]
             if not _can_move(modules[0]):
                 continue
             if any(type(module) is not nn.Dropout or _is_watched(module) for module in modules[1:]):

@@ -54,6 +54,13 @@ class Epilogue:
         return self.dropout if training else 0
 
 
+def module_at(root: nn.Module | None, path: tuple[str, ...]) -> Any:
+    """The module at a place in another one, or ``None``."""
+    for name in path:
+        root = None if root is None else root._modules.get(name)
+    return root
+
+
 class Fused(Epilogue):
     """What modules behind some layers did in their model, with the numbers and the mode that these have at each call.
 
@@ -81,10 +88,7 @@ class Fused(Epilogue):
 
     def module_at(self, *path: str) -> Any:
         """What is at a place in the model, or ``None``."""
-        module = None if self.owner is None else self.owner()
-        for name in path:
-            module = None if module is None else module._modules.get(name)
-        return module
+        return module_at(None if self.owner is None else self.owner(), path)
 
     @property
     def is_live(self) -> bool:

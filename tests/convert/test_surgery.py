@@ -62,10 +62,9 @@ def test_second_conversion_takes_the_replaced_module() -> None:
 
 def test_module_in_between_puts_the_activation_back() -> None:
     model, x = quantize_(nn.Sequential(nn.Linear(K, K), nn.ReLU()), None), torch.randn(N, K)
-    model.insert(1, nn.Hardtanh(-0.1, 0.1))
-    out = model(x)
-    assert (out.min(), out.max()) == (0, torch.tensor(0.1))
-    assert out.max() < model[0](x).max()
+    model.insert(1, nn.Hardtanh(-1.0, -0.5))  # from -1 to -1/2, whatever it gets
+    assert model(x).eq(0).all()
+    assert model[0](x).min() < 0
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -117,8 +116,7 @@ def test_model_is_freed_with_its_last_reference() -> None:
     assert first(x).min() < 0  # nobody is left whose work it would do
 
 
-@pytest.mark.parametrize("part", [lambda model: model, lambda model: model[0]], ids=["model", "layer"])
-def test_layer_that_was_parametrized_since_is_not_touched(part: Callable[[Any], nn.Module]) -> None:
+def test_layer_that_was_parametrized_since_is_not_touched() -> None:
     model, x = quantize_(nn.Sequential(nn.Linear(K, K), nn.ReLU(), nn.Linear(K, K)), INT8), torch.randn(N, K)
     nn.utils.parametrizations.weight_norm(model[0])
     expected = model(x)
