@@ -215,6 +215,7 @@ def _plan(root: nn.Module, configs: Configs, filter_fn: Filter | None, keep_last
             yield _Step(name, module, reason=reason, left=True)
             continue
         if any(parameter.dtype.is_complex for parameter in module.parameters()):
+            excluded.update(map(id, module.modules()))
             yield _Step(name, module, reason="complex weights", left=True)
             continue
         if filter_fn is not None and not filter_fn(module, name):

@@ -89,7 +89,10 @@ class Memory:
             each.attach(model)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Memory, (self.model(), self.fused)
+        model = self.model()
+        if model is None:  # a shallow copy outlived its model
+            return type(None), ()
+        return Memory, (model, self.fused)
 
 
 class Chain(NamedTuple):
