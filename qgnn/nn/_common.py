@@ -92,7 +92,7 @@ def activate(
     return functional.activation(
         x,
         epilogue.activation,
-        epilogue.dropout if training else 0,
+        epilogue.drops(training),
         bias=bias,
         residual=None if residual is None else residual.to(x.dtype),
         negative_slope=epilogue.negative_slope,

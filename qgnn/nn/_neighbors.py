@@ -44,7 +44,7 @@ class NeighborConv(QuantizedConv):
     @property
     def note(self) -> str | None:
         """What a summary of a model has to say about this layer."""
-        return None if self.reduce else f"aggregation {self.aggr!r} runs on PyG's path in full precision"
+        return super().note if self.reduce else f"aggregation {self.aggr!r} runs on PyG's path in full precision"
 
     @property
     def operands(self) -> str:

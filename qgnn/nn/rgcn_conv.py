@@ -100,7 +100,8 @@ class QRGCNConv(PropagationConv, RGCNConv):
     @property
     def note(self) -> str | None:
         """What a summary says about this layer beyond its config, or None."""
-        return None if self.config is None else "weights of node numbers are looked up in full precision"
+        looked_up = "weights of node numbers are looked up in full precision"
+        return super().note or (None if self.config is None else looked_up)
 
     def forward(self, x: Any, edge_index: Any, edge_type: Tensor | None = None) -> Tensor:
         """Convolve ``x`` over the edges of each relation."""
