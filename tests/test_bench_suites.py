@@ -118,19 +118,23 @@ def test_data_that_is_not_there_leaves_no_record(
 def test_a_run_goes_on_where_one_of_the_same_commit_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (provenance.Stamp("Some CPU", name * 40, False, {"torch": "2.0"}) for name in "ab")
     found: list[str] = []
+    made = {"device", "commit", "dirty", "versions", "utc", "provider", "ok"}
+    ok = {"qgnn fp32": True, "torch fp32": True}
 
     def measure_all(suite: str, cases: Iterator, stamp: object, **_: object) -> Iterator[list[dict]]:
         for case in cases:
             found.append(case.name.rpartition("/")[2])
-            values = dict.fromkeys(set(records.FIELDS) - {"device", "commit", "dirty", "versions", "utc"})
-            values |= {"suite": suite, "case": case.name, "pass": case.pass_, "provider": "qgnn fp32", "ok": True}
+            values = dict.fromkeys(set(records.FIELDS) - made)
+            values |= {"suite": suite, "case": case.name, "pass": case.pass_}
             values |= dict.fromkeys(("median_ms", "p20_ms", "p80_ms"), 1.0)
-            yield [records.make_record(stamp, provenance.now(), **values)]
+            yield [records.make_record(stamp, provenance.now(), **values, provider=p, ok=ok[p]) for p in ok]
 
     def measured(stamp: object, *more: str) -> list[str]:
         monkeypatch.setattr(provenance, "make_stamp", lambda device: stamp)
         found.clear()
-        assert main.main(["softmax", "--device", "cpu", "--quick", "--results", str(tmp_path), *more]) == 0
+        assert main.main(["softmax", "--device", "cpu", "--quick", "--results", str(tmp_path), *more]) == int(
+            not all(ok.values())
+        )
         return found.copy()
 
     monkeypatch.setattr(harness, "measure_all", measure_all)
@@ -141,3 +145,9 @@ def test_a_run_goes_on_where_one_of_the_same_commit_ended(tmp_path: Path, monkey
     assert measured(first) == whole
     assert measured(second, "--resume") == whole
     assert measured(replace(second, dirty=True), "--resume") == whole
+    assert measured(replace(second, versions={"torch": "2.1"}), "--resume") == whole
+    ok["qgnn fp32"] = False
+    assert measured(second, "--case", "arxiv/synthetic/x0.005/H4/edge") == whole[2:]
+    ok["qgnn fp32"] = True
+    assert measured(second, "--resume") == whole[2:]
+    assert measured(second, "--resume") == []
