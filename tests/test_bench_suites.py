@@ -77,17 +77,16 @@ def test_a_mean_that_bf16_cannot_count_is_not_measured() -> None:
 
 @pytest.mark.parametrize("kind", accuracy.MODELS)
 def test_a_converted_model_starts_where_the_other_does(kind: str) -> None:
-    """Equal weights, and a gate that sees others."""
+    """Equal weights, and a gate that sees others, and a gradient that is off."""
     problem = accuracy.Problem("cora", kind, 3, QUICK)
     plain, converted = problem.model(), qgnn.quantize_(problem.model(), inputs.INT8)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), converted.parameters(), strict=True))
-    models = {"fp32": plain.eval(), "int8": converted.eval()}
-    with torch.no_grad():
-        outputs = {p: model(problem.data.x, problem.edges(p)) for p, model in models.items()}
     exact, others = problem.exact(), accuracy.Problem("cora", kind, 4, QUICK).exact()
-    for precision, out in outputs.items():
-        assert harness.relative_error([out], exact) <= inputs.TOLERANCE[precision]
-        assert harness.relative_error([out], others) > 0.2
+    for precision, model in {"fp32": plain, "int8": converted}.items():
+        out, grad = problem.untrained(model, problem.edges(precision))
+        assert harness.relative_error([out, grad], exact) <= accuracy.TOLERANCE[precision]
+        assert harness.relative_error([out], others[:1]) > 0.2
+        assert harness.relative_error([out, 0.8 * grad], exact) > accuracy.TOLERANCE["int8"]
 
 
 def test_the_accuracy_is_that_of_the_best_validation_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
