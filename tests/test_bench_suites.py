@@ -14,6 +14,7 @@ import qgnn
 from house import ROOT
 
 sys.path.append(str(ROOT))  # bench is not installed; last, so that an installed qgnn is found first
+activation = importlib.import_module("bench.suites.activation")
 accuracy = importlib.import_module("bench.suites.accuracy")
 harness = importlib.import_module("bench.harness")
 inputs = importlib.import_module("bench.suites.inputs")
@@ -112,6 +113,19 @@ def test_data_that_is_not_there_leaves_no_record(
     said = capsys.readouterr()
     assert f"not available: nothing in {tmp_path / 'data'}; --root names the folder" in said.err
     assert "no records" in said.out
+
+
+def test_dropout_that_is_timed_is_held_to_what_it_should_be() -> None:
+    x = torch.randn(200, 64, requires_grad=True)
+    mask = torch.rand_like(x) >= 0.5
+    check = lambda out: activation.check_dropout(lambda: out, lambda: x.relu(), x)  # noqa: E731
+    check(2 * mask * x.relu())
+    with pytest.raises(ValueError, match=r"dropout keeps 1\.0000"):
+        check(x.relu())
+    with pytest.raises(AssertionError, match="not close"):
+        check(mask * x.relu())
+    with pytest.raises(ValueError, match="the gradient does not vanish"):
+        check(2 * mask * x.relu() + 0 * x + (x - x.detach()))
 
 
 def test_a_run_goes_on_where_one_of_the_same_commit_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
