@@ -124,6 +124,10 @@ class QuantizedConv(Quantized):
         assert isinstance(self, MessagePassing)
         return has_custom_messages(self, self.pyg) or any(is_custom(linear) for linear in linears)
 
+    def nodes_elsewhere(self, x: Tensor | QTensor) -> bool:
+        """Whether nodes lie along another dimension of ``x`` than the last but one."""
+        return self.node_dim not in (-2, len(x.shape) - 2)
+
     def messages(self, *args: Any, **kwargs: Any) -> Any:
         """PyG's own path, in full precision, and the epilogue behind it."""
         if any(isinstance(arg, Graph) for arg in (*args, *kwargs.values())):
