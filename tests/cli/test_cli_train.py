@@ -217,6 +217,8 @@ def test_recipes_follow_the_data_set_and_the_options(tiny: Data) -> None:
     assert recipe() == WORDNET
     assert recipe("--dataset", "Cora") == PLANETOID
     assert recipe("--dataset", "photo") == Recipe()
+    assert recipe("--model", "gcn2").layers == 8
+    assert recipe("--model", "gcn2", "--layers", "4").layers == 4
     given = recipe("--layers", "3", "--dropout", "0", "--weight-decay", "0", "--lr", "0.5", "--epochs", "7")
     assert (given.layers, given.dropout, given.weight_decay, given.lr, given.epochs) == (3, 0.0, 0.0, 0.5, 7)
     assert given.hidden == WORDNET.hidden
