@@ -55,7 +55,7 @@ def error_of(code: int, capsys: pytest.CaptureFixture[str]) -> str:
         (["--device", "tpu"], "--device: invalid choice: 'tpu'"),
         (["--no-such-option"], "unrecognized arguments: --no-such-option"),
         (["--layers", "1", "--precision", "int8"], "--precision int8 expects at least 2 layers (got --layers 1)"),
-        (["--model", "gcn2"], "--model gcn2 expects at least 3 layers (got 2)"),
+        (["--model", "gcn2", "--layers", "2"], "--model gcn2 expects at least 3 layers (got 2)"),
         (["--model", "gcn2", "--layers", "2", "--precision", "fp32"], "give --layers 3 or more"),
     ],
 )
