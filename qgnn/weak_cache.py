@@ -36,6 +36,11 @@ def _state(t: Tensor) -> Hashable:
     return t._version, place, t.shape, t.dtype, t.device
 
 
+def in_transform() -> bool:
+    """Whether a transform of ``torch.func`` runs, whose tensors have no memory of their own."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def lasting() -> AbstractContextManager[Any]:
     """Where tensors are made that outlive the call: not in inference mode, whose tensors no backward pass may keep."""
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
@@ -58,7 +63,7 @@ def cached(tensors: tuple[Any, ...], key: Hashable, build: Callable[[], _T], *, 
         build: Makes the result; it must not hold on to the given tensors themselves.
         keep: Whether to remember what is built now; what is remembered already is served all the same.
     """
-    if torch.compiler.is_compiling() or not all(isinstance(t, Tensor) for t in tensors):
+    if torch.compiler.is_compiling() or in_transform() or not all(isinstance(t, Tensor) for t in tensors):
         return build()
     if any(t.is_inference() or t.requires_grad or isinstance(t, FakeTensor) for t in tensors):
         return build()
