@@ -26,14 +26,17 @@ def until(records: Sequence[Record], stamp: "Stamp", end: "Stamp") -> list[Recor
 
 
 def finished(results: Path, suite: str, stamp: "Stamp") -> set[tuple[str, str]]:
-    """Cases and passes of a suite that have records of this machine and commit; none where the code differs from it."""
+    """Cases and passes of a suite that this machine, commit and these versions have measured, each provider's last time
+    with success; none where the code differs from the commit."""
     if stamp.commit is None or stamp.dirty:
         return set()
-    return {
-        (record["case"], record["pass"])
+    origin = (stamp.machine, suite, stamp.commit, False, stamp.versions)
+    ok = {
+        (record["case"], record["pass"], record["provider"]): record["ok"]
         for machine, record in read(results)
-        if (machine, record["suite"], record["commit"], record["dirty"]) == (stamp.machine, suite, stamp.commit, False)
+        if (machine, *(record[field] for field in ("suite", "commit", "dirty", "versions"))) == origin
     }
+    return {key[:2] for key in ok} - {key[:2] for key, is_ok in ok.items() if not is_ok}
 
 
 def make_record(stamp: "Stamp", utc: str, test_acc: float | None = None, **values: Any) -> Record:

@@ -18,7 +18,7 @@ from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import is_torch_sparse_tensor, to_edge_index
 
 from qgnn.adjacency import Adjacency, Permutation, sort_by
-from qgnn.weak_cache import cached, lasting
+from qgnn.weak_cache import cached, is_recorded, lasting
 
 __all__ = ["Adjacency", "Graph"]
 
@@ -133,10 +133,16 @@ class Graph:
     @property
     def weight_t(self) -> Tensor | None:
         """Edge weights in the order of :attr:`csc`."""
-        if self.weight is not None and self._weight_t is None:
-            with lasting():
-                self._weight_t = self.weight.detach().index_select(0, self.csc.order)
-        return self._weight_t
+        weight = self.weight
+        if weight is None or self._weight_t is not None:
+            return self._weight_t
+        with lasting():
+            weight_t = cached(
+                (weight, self.csr.index), "weight_t", lambda: weight.detach().index_select(0, self.csc.order)
+            )
+        if not is_recorded(weight):
+            self._weight_t = weight_t
+        return weight_t
 
     @property
     def in_degree(self) -> Tensor:
@@ -203,10 +209,13 @@ class Graph:
         return self._once("target", repeat)
 
     def _once(self, name: str, build: Callable[[], _T]) -> _T:
-        if name not in self._shared:
-            with lasting():
-                self._shared[name] = build()
-        return self._shared[name]
+        if name in self._shared:
+            return self._shared[name]
+        with lasting():
+            value = build()
+        if not is_recorded(self.csr.index):
+            self._shared[name] = value
+        return value
 
     def to(self, device: torch.device | str) -> Graph:
         """The graph on another device."""
@@ -337,6 +346,17 @@ def one_weight(edge_weight: Tensor | None, value: Tensor | None) -> Tensor | Non
     return edge_weight if value is None else value
 
 
+def weight_of(adjacency: Any, edge_weight: Tensor | None) -> Tensor | None:
+    """The weights of the edges as :func:`to_edges` orders them: those given beside them, in the order in which the
+    edges were given, or those within them."""
+    if not isinstance(adjacency, Graph):
+        return one_weight(edge_weight, to_edges(adjacency)[1])
+    weight = one_weight(edge_weight, adjacency.weight)
+    if edge_weight is None:
+        return weight
+    return adjacency.to_csr_order(check_edge_weight(edge_weight, adjacency.num_edges))
+
+
 def identity(adjacency: Any, weights: bool) -> tuple[Any, ...]:
     """The tensors that stand for ``adjacency`` in a cache, with its weights or without."""
     kind = kind_of(adjacency)
@@ -353,17 +373,18 @@ def identity(adjacency: Any, weights: bool) -> tuple[Any, ...]:
 def as_graph(adjacency: Any, num_nodes: int | tuple[int, int], edge_weight: Tensor | None = None) -> Graph:
     """The graph of ``adjacency``: itself if it is one, else sorted once and then served from the weak cache.
 
-    Weights keep their gradient; those that need none are brought into order once. A given :class:`Graph` must fit
-    ``num_nodes``.
+    Weights keep their gradient; those that need none are brought into order once: it is these values that are
+    remembered, as a whole graph would keep itself alive where ``adjacency`` is one with the same edges. A given
+    :class:`Graph` must fit ``num_nodes``.
     """
 
     def build() -> Graph:
         edge_index, value = to_edges(adjacency)
         graph = Graph.from_edge_index(edge_index, num_nodes)
-        return graph if value is None else weighted(graph, value)
+        return graph if value is None else graph.with_weight(in_order(graph, value))
 
-    def weighted(graph: Graph, weight: Tensor) -> Graph:
-        return graph.with_weight(graph.to_csr_order(check_edge_weight(weight, graph.num_edges)))
+    def in_order(graph: Graph, weight: Tensor) -> Tensor:
+        return graph.to_csr_order(check_edge_weight(weight, graph.num_edges))
 
     if isinstance(adjacency, Graph):
         check_num_nodes(adjacency, *sizes_of(num_nodes))
@@ -373,5 +394,5 @@ def as_graph(adjacency: Any, num_nodes: int | tuple[int, int], edge_weight: Tens
     weight = one_weight(edge_weight, None if edge_weight is None else graph.weight)
     if weight is None:
         return graph
-    tensors = (*identity(adjacency, weights=False), weight)
-    return cached(tensors, ("weighted graph", num_nodes), lambda: weighted(graph, weight))
+    tensors = (weight, *identity(adjacency, weights=False))
+    return graph.with_weight(cached(tensors, ("weight in order", num_nodes), lambda: in_order(graph, weight)))

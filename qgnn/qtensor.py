@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,6 +40,16 @@ class QTensor:
     def size(self, dim: int | None = None) -> torch.Size | int:
         """:attr:`shape`, or its entry ``dim``, as of a tensor."""
         return self.shape if dim is None else self.shape[dim]
+
+    def unbind(self) -> tuple[QTensor, ...]:
+        """Its parts along the first dimension, as of a tensor."""
+
+        def parts(t: Tensor | None) -> tuple[Tensor | None, ...]:
+            return (None,) * len(codes) if t is None else t.expand(len(codes), *t.shape[1:]).unbind()
+
+        codes = self.codes.unbind()
+        rows = zip(codes, *map(parts, (self.scale, self.zero, self.origin)), strict=True)
+        return tuple(replace(self, codes=c, scale=s, zero=z, origin=o) for c, s, z, o in rows)
 
     @property
     def nbytes(self) -> int:

@@ -36,11 +36,6 @@ def _state(t: Tensor) -> Hashable:
     return t._version, place, t.shape, t.dtype, t.device
 
 
-def in_transform() -> bool:
-    """Whether a transform of ``torch.func`` runs, whose tensors have no memory of their own."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def lasting() -> AbstractContextManager[Any]:
     """Where tensors are made that outlive the call: not in inference mode, whose tensors no backward pass may keep."""
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
@@ -51,21 +46,31 @@ def lasting() -> AbstractContextManager[Any]:
     return stack
 
 
-def cached(tensors: tuple[Any, ...], key: Hashable, build: Callable[[], _T], *, keep: bool = True) -> _T:
+def is_recorded(t: Tensor) -> bool:
+    """Whether a CUDA graph is being made: what is made of ``t`` now lies in the graph's own memory, which is filled at
+    each replay, from whatever the memory of ``t`` holds by then."""
+    return not torch.compiler.is_compiling() and t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _is_traced(t: Tensor) -> bool:
+    return isinstance(t, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(t)
+
+
+def cached(tensors: tuple[Any, ...], key: Hashable, build: Callable[[], _T]) -> _T:
     """``build()``, remembered while all of ``tensors`` live unchanged.
 
     Writes that bypass autograd's version counter (through ``.data`` or a NumPy view) are not noticed. Tensors that need
-    a gradient, inference tensors and tensors seen by a compiler or tracer are never cached.
+    a gradient, inference tensors and tensors seen by a compiler or tracer are never cached. While a CUDA graph is made,
+    what is remembered already is served, and nothing new is remembered.
 
     Args:
         tensors: What the result is made from; the first one owns the entry.
         key: What else the result depends on.
         build: Makes the result; it must not hold on to the given tensors themselves.
-        keep: Whether to remember what is built now; what is remembered already is served all the same.
     """
-    if torch.compiler.is_compiling() or in_transform() or not all(isinstance(t, Tensor) for t in tensors):
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not all(isinstance(t, Tensor) for t in tensors):
         return build()
-    if any(t.is_inference() or t.requires_grad or isinstance(t, FakeTensor) for t in tensors):
+    if any(t.is_inference() or t.requires_grad or _is_traced(t) for t in tensors):
         return build()
     states = tuple(_state(t) for t in tensors)
     entries = _entries.setdefault(tensors[0], {})
@@ -73,7 +78,7 @@ def cached(tensors: tuple[Any, ...], key: Hashable, build: Callable[[], _T], *, 
     entry = entries.get(full_key)
     if entry is not None and entry.serves(tensors, states):
         return entry.value
-    if not keep:
+    if is_recorded(tensors[0]):
         return build()
     # Other threads may do the same: the list is made in one step, and what is gone already is no error.
     for stale, e in list(entries.items()):

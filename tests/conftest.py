@@ -1,6 +1,7 @@
 """What every test shares: the device, the kernels' interpreter where there is no GPU, deterministic property tests."""
 
 import os
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -35,6 +36,7 @@ def device() -> str:
 def _seeded() -> None:
     """Each test starts from the same global random state, whatever ran before it."""
     torch.manual_seed(0)
+    random.seed()  # hypothesis seeds it, and PyG's Sequential takes a number of it for one of its own
 
 
 @pytest.fixture(autouse=True)

@@ -45,7 +45,7 @@ def train(rank: int, folder: str) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     x, edge_index, y = batch(rank)
     losses = []
-    for _ in range(30):
+    for _ in range(80):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x, edge_index), y)
         loss.backward()

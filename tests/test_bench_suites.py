@@ -14,6 +14,7 @@ import qgnn
 from house import ROOT
 
 sys.path.append(str(ROOT))  # bench is not installed; last, so that an installed qgnn is found first
+activation = importlib.import_module("bench.suites.activation")
 accuracy = importlib.import_module("bench.suites.accuracy")
 harness = importlib.import_module("bench.harness")
 inputs = importlib.import_module("bench.suites.inputs")
@@ -77,17 +78,16 @@ def test_a_mean_that_bf16_cannot_count_is_not_measured() -> None:
 
 @pytest.mark.parametrize("kind", accuracy.MODELS)
 def test_a_converted_model_starts_where_the_other_does(kind: str) -> None:
-    """Equal weights, and a gate that sees others."""
+    """Equal weights, and a gate that sees others, and a gradient that is off."""
     problem = accuracy.Problem("cora", kind, 3, QUICK)
     plain, converted = problem.model(), qgnn.quantize_(problem.model(), inputs.INT8)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), converted.parameters(), strict=True))
-    models = {"fp32": plain.eval(), "int8": converted.eval()}
-    with torch.no_grad():
-        outputs = {p: model(problem.data.x, problem.edges(p)) for p, model in models.items()}
     exact, others = problem.exact(), accuracy.Problem("cora", kind, 4, QUICK).exact()
-    for precision, out in outputs.items():
-        assert harness.relative_error([out], exact) <= inputs.TOLERANCE[precision]
-        assert harness.relative_error([out], others) > 0.2
+    for precision, model in {"fp32": plain, "int8": converted}.items():
+        out, grad = problem.untrained(model, problem.edges(precision))
+        assert harness.relative_error([out, grad], exact) <= accuracy.TOLERANCE[precision]
+        assert harness.relative_error([out], others[:1]) > 0.2
+        assert harness.relative_error([out, 0.8 * grad], exact) > accuracy.TOLERANCE["int8"]
 
 
 def test_the_accuracy_is_that_of_the_best_validation_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,22 +115,39 @@ def test_data_that_is_not_there_leaves_no_record(
     assert "no records" in said.out
 
 
+def test_dropout_that_is_timed_is_held_to_what_it_should_be() -> None:
+    x = torch.randn(200, 64, requires_grad=True)
+    mask = torch.rand_like(x) >= 0.5
+    check = lambda out: activation.check_dropout(lambda: out, lambda: x.relu(), x)  # noqa: E731
+    check(2 * mask * x.relu())
+    with pytest.raises(ValueError, match=r"dropout keeps 1\.0000"):
+        check(x.relu())
+    with pytest.raises(AssertionError, match="not close"):
+        check(mask * x.relu())
+    with pytest.raises(ValueError, match="the gradient does not vanish"):
+        check(2 * mask * x.relu() + 0 * x + (x - x.detach()))
+
+
 def test_a_run_goes_on_where_one_of_the_same_commit_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (provenance.Stamp("Some CPU", name * 40, False, {"torch": "2.0"}) for name in "ab")
     found: list[str] = []
+    made = {"device", "commit", "dirty", "versions", "utc", "provider", "ok"}
+    ok = {"qgnn fp32": True, "torch fp32": True}
 
     def measure_all(suite: str, cases: Iterator, stamp: object, **_: object) -> Iterator[list[dict]]:
         for case in cases:
             found.append(case.name.rpartition("/")[2])
-            values = dict.fromkeys(set(records.FIELDS) - {"device", "commit", "dirty", "versions", "utc"})
-            values |= {"suite": suite, "case": case.name, "pass": case.pass_, "provider": "qgnn fp32", "ok": True}
+            values = dict.fromkeys(set(records.FIELDS) - made)
+            values |= {"suite": suite, "case": case.name, "pass": case.pass_}
             values |= dict.fromkeys(("median_ms", "p20_ms", "p80_ms"), 1.0)
-            yield [records.make_record(stamp, provenance.now(), **values)]
+            yield [records.make_record(stamp, provenance.now(), **values, provider=p, ok=ok[p]) for p in ok]
 
     def measured(stamp: object, *more: str) -> list[str]:
         monkeypatch.setattr(provenance, "make_stamp", lambda device: stamp)
         found.clear()
-        assert main.main(["softmax", "--device", "cpu", "--quick", "--results", str(tmp_path), *more]) == 0
+        assert main.main(["softmax", "--device", "cpu", "--quick", "--results", str(tmp_path), *more]) == int(
+            not all(ok.values())
+        )
         return found.copy()
 
     monkeypatch.setattr(harness, "measure_all", measure_all)
@@ -141,3 +158,9 @@ def test_a_run_goes_on_where_one_of_the_same_commit_ended(tmp_path: Path, monkey
     assert measured(first) == whole
     assert measured(second, "--resume") == whole
     assert measured(replace(second, dirty=True), "--resume") == whole
+    assert measured(replace(second, versions={"torch": "2.1"}), "--resume") == whole
+    ok["qgnn fp32"] = False
+    assert measured(second, "--case", "arxiv/synthetic/x0.005/H4/edge") == whole[2:]
+    ok["qgnn fp32"] = True
+    assert measured(second, "--resume") == whole[2:]
+    assert measured(second, "--resume") == []

@@ -10,9 +10,10 @@ from torch_geometric import EdgeIndex
 
 from dense import adjacency, adjacency_of
 from graphs import GRAPHS
-from qgnn import Graph
+from qgnn import Graph, weak_cache
 from qgnn import graph as graph_module
 from qgnn.graph import as_graph
+from qgnn.nn import QSGConv, sg_conv
 from qgnn.weak_cache import _entries, cached
 
 
@@ -131,11 +132,12 @@ def test_a_graph_does_not_keep_its_edges_alive(dtype: torch.dtype, weighted: boo
 def test_weights_are_part_of_the_key() -> None:
     edge_index, weight = fresh_edges(), torch.rand(200)
     graph = as_graph(edge_index, 50, weight)
-    assert as_graph(edge_index, 50, weight) is graph
+    assert as_graph(edge_index, 50, weight).weight is graph.weight
+    assert as_graph(edge_index, 50, weight).weight_t is graph.weight_t
     assert as_graph(edge_index, 50).weight is None
     other = torch.rand(200)
     assert torch.equal(as_graph(edge_index, 50, other).weight.sort().values, other.sort().values)
-    assert as_graph(edge_index, 50, weight) is graph
+    assert as_graph(edge_index, 50, weight).weight is graph.weight
 
 
 def test_changed_weights_are_noticed() -> None:
@@ -206,15 +208,45 @@ def test_graphs_are_not_cached() -> None:
     assert len(_entries) == alive
 
 
-def test_cached_serves_what_it_has_and_keeps_only_what_it_should() -> None:
+def set_recording(monkeypatch: pytest.MonkeyPatch, now: bool) -> None:
+    for module in (weak_cache, graph_module, sg_conv):
+        monkeypatch.setattr(module, "is_recorded", lambda t: now)
+
+
+def test_while_a_step_is_recorded_nothing_new_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     t, built = torch.ones(3), []
 
     def build() -> int:
         built.append(len(built))
         return built[-1]
 
-    assert [cached((t,), "a key", build, keep=False) for _ in range(2)] == [0, 1]
-    assert [cached((t,), "a key", build, keep=keep) for keep in (True, False, True)] == [2, 2, 2]
+    set_recording(monkeypatch, True)
+    assert [cached((t,), "a key", build) for _ in range(2)] == [0, 1]
+    for now in (False, True, False):
+        set_recording(monkeypatch, now)
+        assert cached((t,), "a key", build) == 2
+
+
+def test_a_graph_keeps_nothing_that_is_made_while_a_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = Graph.from_edge_index(fresh_edges(), 50, torch.rand(200))
+    set_recording(monkeypatch, True)
+    assert graph.csc is not graph.csc
+    assert graph.weight_t is not graph.weight_t
+    set_recording(monkeypatch, False)
+    csc, weight_t = graph.csc, graph.weight_t
+    set_recording(monkeypatch, True)
+    assert graph.csc is csc
+    assert graph.weight_t is weight_t
+
+
+def test_features_behind_hops_are_not_taken_into_a_recorded_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay finds other features in the same memory."""
+    conv, x, edge_index, hops = QSGConv(4, 3, cached=True), torch.randn(50, 4), fresh_edges(), []
+    monkeypatch.setattr(QSGConv, "_hops", lambda self, graph, x, config: hops.append(1) or x)
+    for now, calls in ((False, 1), (False, 1), (True, 2), (True, 3), (False, 3)):
+        set_recording(monkeypatch, now)
+        conv(x, edge_index)
+        assert len(hops) == calls
 
 
 def test_cached_builds_once_for_each_key() -> None:

@@ -1,6 +1,7 @@
 """PyG's own models on real data, as they are and after ``qgnn.quantize_``: equal splits, recipes and first weights.
 
-A case is one training run. Its gate looks at the untrained model: what conversion may change of its result is rounding.
+A case is one training run. Its gate looks at the untrained model: what conversion may change of its result, and of the
+gradient of its first weight, is rounding.
 What is recorded is the test accuracy at the best validation epoch, and the time of a training step. Where a layer sums
 features before its product, PyG's takes them by a CSR matrix, to the same result: so many a message would take hours.
 """
@@ -21,12 +22,13 @@ from qgnn.data import DatasetError
 
 from ..clock import make_clock
 from ..harness import Case, Measured, Provider, UnavailableError
-from .inputs import INT8, TOLERANCE, Setting, adjacency, graph, graph_name
+from .inputs import INT8, Setting, adjacency, graph, graph_name, randn
+from .step import TOLERANCE
 
 PLANETOID = ("cora", "pubmed")
 DATASETS = ("cora", "pubmed", "photo", "dblp")
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {
-    "gcn": GCN,
+    "gcn": partial(GCN, cached=True),
     "sage": GraphSAGE,
     "gat": partial(GAT, heads=8),
     "gin": GIN,
@@ -99,19 +101,25 @@ class Problem:
         how = {"out_channels": int(self.data.y.max()) + 1, "dropout": DROPOUT, "norm": self.recipe.norm}
         return MODELS[self.kind](**sizes, **how).to(self.setting.device)
 
-    @torch.no_grad()
     def exact(self) -> Sequence[Tensor]:
         """What the untrained model makes of the data in float64."""
-        return [self.model().double().eval()(self.data.x.double(), self.data.edge_index)]
+        return self.untrained(self.model().double(), self.data.edge_index)
+
+    def untrained(self, model: torch.nn.Module, edges: Tensor) -> Sequence[Tensor]:
+        """The result without dropout, and the gradient of the first weight for normal gradients of the result."""
+        weight = next(p for p in model.parameters() if p.dim() == 2)
+        out = model.eval()(self.data.x.to(weight.dtype), edges)
+        upstream = randn(*out.shape, setting=self.setting, seed=self.seed).to(out.dtype)
+        return [out.detach(), *torch.autograd.grad(out, weight, upstream)]
 
     def measure(self, precision: str) -> Measured:
         model = self.model()
         if precision == "int8":
             qgnn.quantize_(model, INT8)
-        with torch.no_grad():
-            untrained = model.eval()(self.data.x, self.data.edge_index)
-        test_acc, times_ms = self.train(model, self.edges(precision))
-        return Measured([untrained], times_ms, None, None, test_acc)
+        edges = self.edges(precision)
+        untrained = self.untrained(model, edges)
+        test_acc, times_ms = self.train(model, edges)
+        return Measured(untrained, times_ms, None, None, test_acc)
 
     def edges(self, precision: str) -> Tensor:
         """Made for this run: what a layer prepares of them lives as long as they do."""

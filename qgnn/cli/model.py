@@ -13,11 +13,13 @@ from qgnn.config import QConfig
 from qgnn.convert import quantize_
 from qgnn.qtensor import QTensor
 
+GAT_HEADS = 4
+
 # Sums of many neighbors grow from layer to layer, which GIN leaves to a normalization.
 _BASIC: dict[str, tuple[type[BasicGNN], dict[str, Any]]] = {
     "gcn": (GCN, {"cached": True}),
     "sage": (GraphSAGE, {}),
-    "gat": (GAT, {"heads": 4}),
+    "gat": (GAT, {"heads": GAT_HEADS}),
     "gin": (GIN, {"norm": "batch_norm"}),
 }
 
@@ -31,18 +33,19 @@ class GCN2(nn.Module):
     ) -> None:
         super().__init__()
         self.dropout = nn.Dropout(dropout)
-        self.lins = nn.ModuleList([nn.Linear(in_channels, hidden_channels), nn.Linear(hidden_channels, out_channels)])
+        self.first = nn.Linear(in_channels, hidden_channels)
         self.convs = nn.ModuleList(
             GCN2Conv(hidden_channels, alpha=0.1, theta=0.5, layer=layer, cached=True)
             for layer in range(1, num_layers - 1)
         )
+        self.last = nn.Linear(hidden_channels, out_channels)  # behind the others: quantize_ keeps what comes last
 
     def forward(self, x: Tensor | QTensor, edge_index: Tensor) -> Tensor:
         """The logits of every node."""
-        out = initial = self.lins[0](x).relu()
+        out = initial = self.first(x).relu()
         for conv in self.convs:
             out = conv(self.dropout(out), initial, edge_index).relu()
-        logits: Tensor = self.lins[1](self.dropout(out))
+        logits: Tensor = self.last(self.dropout(out))
         return logits
 
 
@@ -68,9 +71,10 @@ def make_model(name: str, in_channels: int, out_channels: int, recipe: Recipe, p
 
 def first_layer(model: nn.Module) -> nn.Module:
     """The layer that reads the features."""
-    layers = model.lins if isinstance(model, GCN2) else model.convs
-    assert isinstance(layers, nn.ModuleList)
-    return layers[0]
+    if isinstance(model, GCN2):
+        return model.first
+    assert isinstance(model.convs, nn.ModuleList)
+    return model.convs[0]
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from torch_geometric.data import Data
 
 from qgnn.cli import report
 from qgnn.cli.errors import UsageError
+from qgnn.cli.model import GAT_HEADS
 from qgnn.cli.plot import check_plot, write_plot
 from qgnn.cli.precision import Precision
 from qgnn.cli.provenance import make_stamp, now
@@ -38,14 +39,14 @@ def train(options: argparse.Namespace) -> None:
             check_writable(flag, Path(path))
     if options.plot is not None:
         check_plot(Path(options.plot))
+    if options.model == "gat" and options.hidden is not None and options.hidden % GAT_HEADS:
+        raise UsageError(
+            f"--model gat expects a multiple of {GAT_HEADS}, its number of heads (got --hidden {options.hidden}); "
+            f"give --hidden {options.hidden + -options.hidden % GAT_HEADS}"
+        )
     data = load_data(options)
     recipe = recipe_for(options, data)
-    for precision in options.precision:
-        if precision.bits is not None and recipe.layers < 2:
-            raise UsageError(
-                f"--precision {precision.name} expects at least 2 layers (got --layers {recipe.layers}), since the "
-                "last layer stays in full precision; give --layers 2 or leave it out"
-            )
+    check_layers(options, recipe)
 
     stamp, utc = make_stamp(device), now()
     try:
@@ -79,6 +80,21 @@ def train(options: argparse.Namespace) -> None:
         write_json(Path(options.json), result)
     if options.plot is not None:
         write_plot(Path(options.plot), result)
+
+
+def check_layers(options: argparse.Namespace, recipe: Recipe) -> None:
+    """Raise if the model would be without a convolution, or an integer precision without a layer of its own."""
+    if options.model == "gcn2" and recipe.layers < 3:
+        raise UsageError(
+            f"--model gcn2 expects at least 3 layers (got {recipe.layers}), since the first and the last are dense; "
+            "give --layers 3 or more"
+        )
+    for precision in options.precision:
+        if precision.bits is not None and recipe.layers < 2:
+            raise UsageError(
+                f"--precision {precision.name} expects at least 2 layers (got --layers {recipe.layers}), since the "
+                "last layer stays in full precision; give --layers 2 or leave it out"
+            )
 
 
 def train_all(data: Data, options: argparse.Namespace, recipe: Recipe, device: torch.device) -> list[dict[str, Any]]:

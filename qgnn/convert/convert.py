@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -16,7 +16,10 @@ from qgnn.config import QConfig, check_product_config
 from qgnn.convert.fuse import fuse_, is_fused_outside, unfuse_
 from qgnn.convert.layers import (
     COUNTERPARTS,
+    READ_BY_TORCH,
     Mark,
+    feeds_softmax,
+    is_as_converted,
     is_layer,
     is_listed,
     last_layer,
@@ -32,6 +35,8 @@ from qgnn.nn._layer import Quantized
 Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
 Configs = Mapping[str, "QConfig | None"]
+
+_CONFIGURED = ("config", "epilogue")  # all that a layer gets
 
 
 @dataclass
@@ -67,10 +72,15 @@ def quantize_(
 
     A ReLU, LeakyReLU or ELU behind a layer, and dropout behind that, are moved into the layer where the order is
     certain: in a ``BasicGNN``, a ``Sequential`` of torch's or PyG's, and an ``MLP`` of PyG's, whose dropout stays where
-    it is. Such a layer returns what the activation returned before, and draws what it drops by other random numbers;
-    it drops while the layer is in training mode. Layers with hooks, and activations with hooks, are not touched. A copy
-    of a layer alone (as ``to_hetero`` makes them) is one without the activation. Use :func:`revert_` before you replace
-    modules in such a model.
+    it is. The modules stay in their places and pass on what they get. So code that calls ``model.convs[0]`` or
+    ``sequential[0]`` itself, and hooks that it registers on a layer after the conversion, see rows behind the
+    activation and the dropout; ``BasicGNN.inference_per_layer``, which PyG runs without dropout, drops if the model's
+    dropout module is in training mode. With ``fuse=False`` every module returns what it returned before.
+
+    Dropout draws other random numbers than torch's, and drops while its module, not the layer, is in training mode.
+    Layers, activations and dropout with hooks are not touched. If one of the modules or layers is replaced later, the
+    others of its chain do their own work again, as they do in a copy, by ``copy`` or ``pickle``, that holds less than
+    the model that they were found in.
 
     Args:
         model: A module, or one in a wrapper of ``torch.compile``, ``DataParallel`` or ``DistributedDataParallel``.
@@ -90,7 +100,8 @@ def quantize_(
 
     Raises:
         TypeError: If ``model`` is no module that can be changed, or ``config`` is of another type.
-        ValueError: If there is nothing to convert, or a pattern matches nothing.
+        ValueError: If there is nothing to convert, a pattern matches nothing or is no regular expression, or the class
+            of a layer to be left alone was changed since a former conversion: then nothing is changed.
 
     Example:
         >>> model = torch_geometric.nn.GAT(128, 64, num_layers=3, out_channels=40)
@@ -102,7 +113,10 @@ def quantize_(
     steps = list(_plan(root, configs, filter_fn, keep_last))
     if all(step.left for step in steps):
         raise ValueError(f"'quantize_' expects a model with layers to convert (got {_found(root, steps)})")
-    _check_whole(root, {step.name: step.layer for step in steps if step.left}, "quantize_")
+    left = {step.name: step.layer for step in steps if step.left}
+    _check_whole(root, left, "quantize_")
+    for step in steps:
+        _check_classes(step.name, step.layer.modules() if step.left else own_products(step.layer), "quantize_")
     unfuse_(root)
     for step in steps:
         _apply(step)
@@ -114,7 +128,7 @@ def quantize_(
 def revert_(model: Model) -> Model:
     """Undo :func:`quantize_`, in place: classes, activations and dropout are as they were, parameters as they are.
 
-    Layers that were built as quantized ones stay as they are.
+    Layers that were built as quantized ones get back the config that they had.
 
     Args:
         model: What was given to :func:`quantize_`, or a part of it.
@@ -124,13 +138,16 @@ def revert_(model: Model) -> Model:
 
     Raises:
         TypeError: If ``model`` is no module.
-        ValueError: If ``model`` is a layer that applies an activation of a model around it.
+        ValueError: If ``model`` is a layer that applies an activation of a model around it, or the class of a layer
+            was changed since, as by a parametrization: then nothing is undone.
 
     Example:
         >>> qgnn.revert_(qgnn.quantize_(model, qgnn.QConfig()))
     """
     root = _checked_root(model, "revert_")
     _check_whole(root, dict(root.named_modules()), "revert_")
+    for name, module in root.named_modules():
+        _check_classes(name, (module,), "revert_")
     unfuse_(root)
     for module in root.modules():
         _restore(module)
@@ -171,14 +188,35 @@ def _check_whole(root: nn.Module, reverted: dict[str, nn.Module], owner: str) ->
             )
 
 
+def _check_classes(name: str, modules: Iterable[nn.Module], owner: str) -> None:
+    for module in modules:
+        if not is_as_converted(module):
+            raise ValueError(
+                f"'{owner}' expects layers of the classes that 'quantize_' gave them (got a {type(module).__name__} in "
+                f"{name!r}); remove its parametrizations or wrappers first"
+            )
+
+
 def _plan(root: nn.Module, configs: Configs, filter_fn: Filter | None, keep_last: bool) -> Iterator[_Step]:
     modules = list(walk(root, into_left=True))
     _check_patterns(configs, modules)
     last = last_layer(root) if keep_last else None
     in_last = set() if last is None or last is root else {id(module) for module in last.modules()}
+    last_reason = f"{'feeds the class softmax' if feeds_softmax(root) else 'last of the layers'} (keep_last)"
     excluded: set[int] = set()
+    reader: dict[int, str] = {}
     for name, module in modules:
+        if isinstance(module, READ_BY_TORCH):
+            reader.update((id(part), type(module).__name__) for part in module.modules())
         if not is_layer(module) or id(module) in excluded:
+            continue
+        if id(module) in reader:
+            reason = f"part of a {reader[id(module)]}, whose fast path reads its weights instead of calling it"
+            yield _Step(name, module, reason=reason, left=True)
+            continue
+        if any(parameter.dtype.is_complex for parameter in module.parameters()):
+            excluded.update(map(id, module.modules()))
+            yield _Step(name, module, reason="complex weights", left=True)
             continue
         if filter_fn is not None and not filter_fn(module, name):
             excluded.update(map(id, module.modules()))
@@ -188,18 +226,19 @@ def _plan(root: nn.Module, configs: Configs, filter_fn: Filter | None, keep_last
         if pattern is None:
             yield _Step(name, module, reason="matched by no pattern of config", left=True)
             continue
-        yield _step(name, module, configs, pattern, id(module) in in_last)
+        yield _step(name, module, configs, pattern, last_reason if id(module) in in_last else None)
 
 
-def _step(name: str, layer: nn.Module, configs: Configs, pattern: str, is_last: bool) -> _Step:
+def _step(name: str, layer: nn.Module, configs: Configs, pattern: str, last: str | None) -> _Step:
     config = configs[pattern]
     if config is None:
         return _Step(name, layer, reason="config is None")
     if any(matches(kept, name) for kept in config.keep_fp32):
         return _Step(name, layer, reason="in keep_fp32")
-    if is_last and name not in configs:
-        return _Step(name, layer, reason="feeds the class softmax (keep_last)")
-    probe = copy.copy(layer)
+    if last is not None and name not in configs:
+        return _Step(name, layer, reason=last)
+    probe = type(layer).__new__(type(layer))  # copy.copy refuses parametrized layers
+    vars(probe).update(vars(layer))
     try:
         _configure(probe, config)
     except ValueError as error:  # what a layer offers in full precision alone
@@ -212,6 +251,12 @@ def _check_patterns(configs: Configs, modules: list[tuple[str, nn.Module]]) -> N
     names = [name for name, _ in modules]
     kept = [pattern for config in configs.values() if config is not None for pattern in config.keep_fp32]
     for pattern, candidates, kind in [*((p, layers, "layer") for p in configs), *((p, names, "module") for p in kept)]:
+        try:
+            matches(pattern, "")
+        except re.error as error:
+            raise ValueError(
+                f"'quantize_' expects a regular expression behind 're:' (got {pattern!r}: {error})"
+            ) from None
         if candidates and not any(matches(pattern, name) for name in candidates):
             close = get_close_matches(pattern, candidates, n=3, cutoff=0) or candidates[:3]
             raise ValueError(
@@ -231,37 +276,40 @@ def _found(root: nn.Module, steps: list[_Step]) -> str:
 
 
 def _apply(step: _Step) -> None:
+    layer = step.layer
     if step.left:
-        for part in step.layer.modules():
+        for part in layer.modules():
             _restore(part)
-        step.layer._conversion = Mark(reason=step.reason)
-        return
-    for product in own_products(step.layer):
-        _restore(product)
-    mark = mark_of(step.layer) or Mark()
-    original, added = _configure(step.layer, step.config)
-    if original is not None:
-        mark = Mark(original, added)
-    step.layer._conversion = replace(mark, reason=step.reason)
+        mark = _mark(layer) if isinstance(layer, Quantized) else Mark()
+    else:
+        for product in own_products(layer):
+            _restore(product)
+        known = mark_of(layer)
+        mark = known if known is not None and isinstance(layer, Quantized) else _mark(layer)
+        _configure(layer, step.config)
+    layer._conversion = replace(mark, reason=step.reason)
 
 
-def _configure(layer: Any, config: QConfig | None) -> tuple[type[nn.Module] | None, tuple[str, ...]]:
-    """Make ``layer`` quantized; returns the class that it had if that changed, and the attributes that it got."""
+def _mark(layer: Any) -> Mark:
+    if isinstance(layer, Quantized):
+        return Mark(former={"config": layer.config})
+    return Mark(type(layer), {name: vars(layer)[name] for name in _CONFIGURED if name in vars(layer)})
+
+
+def _configure(layer: Any, config: QConfig | None) -> None:
     if isinstance(layer, Quantized):
         layer.configure(config, layer.epilogue)
-        return None, ()
-    before, original = set(vars(layer)), type(layer)
-    layer.__class__ = COUNTERPARTS[original]
-    if original is nn.Linear:
-        layer.in_channels, layer.out_channels = layer.in_features, layer.out_features
-        layer.weight_initializer = layer.bias_initializer = None
-    layer.configure(config)
-    return original, tuple(sorted(set(vars(layer)) - before))
+    else:
+        layer.__class__ = COUNTERPARTS[type(layer)]
+        layer.configure(config)
 
 
 def _restore(module: nn.Module) -> None:
     mark = vars(module).pop("_conversion", None)
-    if mark is not None and mark.original is not None:
-        for name in mark.added:
+    if mark is None:
+        return
+    if mark.original is not None:
+        for name in _CONFIGURED:
             vars(module).pop(name, None)
         module.__class__ = mark.original
+    vars(module).update(mark.former)

@@ -2,21 +2,24 @@
 
 A module whose work was moved is replaced by a twin of the same type that passes its input through, so that whoever
 reads the model sees it as before. The layer reads the twin's numbers in each call: a dropout's ``p`` can be changed.
+Layers and twins share a :class:`Fused`, which says whether all of them are still where they were: if not, layers are
+plain and twins do their own work again. So they are in a copy, unless it holds the model that they were found in.
 """
 
 from __future__ import annotations
 
-import copy
+import math
+import weakref
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch_geometric.nn import MLP, Sequential
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from qgnn.nn._layer import Quantized
-from qgnn.nn.epilogue import Fused
+from qgnn.nn.epilogue import Fused, module_at
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -25,25 +28,20 @@ class Moved(nn.Module):
     """Mixed into a module in front of its class, when a layer does its work."""
 
     original: nn.Module  # kept out of the modules
+    fused: Fused
 
     def forward(self, x: Tensor) -> Tensor:
-        return x
+        return x if self.fused.is_live else super().forward(x)
 
     def extra_repr(self) -> str:
-        return ", ".join(filter(None, (super().extra_repr(), "fused")))
+        return ", ".join(filter(None, (super().extra_repr(), "fused" if self.fused.is_live else "")))
 
     def restored(self) -> nn.Module:
         """The module that this one stands in for, with the state that this one has."""
-        vars(self.original).update({key: value for key, value in vars(self).items() if key != "original"})
+        state = {**vars(self)}
+        del state["original"], state["fused"]
+        vars(self.original).update(state)
         return self.original
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        if not memo:  # a copy of this module alone: behind it stands no layer that does its work
-            return copy.deepcopy(self.restored())
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        vars(twin).update(copy.deepcopy(vars(self), memo))
-        return twin
 
 
 class MovedReLU(Moved, nn.ReLU):
@@ -59,7 +57,7 @@ class MovedELU(Moved, nn.ELU):
 
 
 class MovedDropout(Moved, nn.Dropout):
-    """Dropout that the layer in front of it applies, while that one is in training mode."""
+    """Dropout that the layer in front of it applies, while this one is in training mode."""
 
 
 _ACTIVATIONS: dict[type[nn.Module], type[Moved]] = {
@@ -70,34 +68,57 @@ _ACTIVATIONS: dict[type[nn.Module], type[Moved]] = {
 _TWINS = {**_ACTIVATIONS, nn.Dropout: MovedDropout}
 
 
-def _moved(module: nn.Module) -> Moved:
+def _moved(module: nn.Module, fused: Fused) -> Moved:
     cls: Any = _TWINS[type(module)]
     twin = cls.__new__(cls)
-    vars(twin).update(vars(module))
-    vars(twin)["original"] = module
+    vars(twin).update(vars(module), original=module, fused=fused)
     return twin
 
 
-# What stands behind which layers: their modules, and the names of an activation and perhaps of dropout.
-Chain = tuple[list[nn.Module], tuple[str, ...]]
+class Memory:
+    """What a model remembers of what was moved in it: a copy of the model, by ``copy`` or ``pickle``, has its own.
+
+    Args:
+        model: The model.
+        fused: What its layers do.
+    """
+
+    def __init__(self, model: nn.Module, fused: tuple[Fused, ...]) -> None:
+        self.model, self.fused = weakref.ref(model), fused
+        for each in fused:
+            each.attach(model)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        model = self.model()
+        if model is None:  # a shallow copy outlived its model
+            return type(None), ()
+        return Memory, (model, self.fused)
+
+
+class Chain(NamedTuple):
+    """Where layers are in a model, and the names of an activation and perhaps of dropout that stand behind each."""
+
+    layers: tuple[tuple[str, ...], ...]
+    names: tuple[str, ...]
+
+
+def _does_nothing(norms: nn.ModuleList) -> bool:
+    return all(type(norm) is nn.Identity and not _is_watched(norm) for norm in norms)
 
 
 def _in_basic_gnn(model: BasicGNN) -> Iterator[Chain]:
-    if type(model).forward is not BasicGNN.forward:
-        return
-    layers = list(model.convs)[: None if model.jk_mode is not None else -1]
-    if all(type(norm) is nn.Identity for norm in model.norms):
-        yield layers, ("act", "dropout")
+    number = len(model.convs) if model.jk_mode is not None else len(model.convs) - 1
+    layers = tuple(("convs", str(i)) for i in range(number))
+    if _does_nothing(model.norms):
+        yield Chain(layers, ("act", "dropout"))
     elif model.act_first:
-        yield layers, ("act",)
+        yield Chain(layers, ("act",))
 
 
 def _in_mlp(model: MLP) -> Iterator[Chain]:
     # Its dropout is a list of numbers that the model reads itself.
-    if type(model).forward is MLP.forward and (
-        model.act_first or all(type(norm) is nn.Identity for norm in model.norms)
-    ):
-        yield list(model.lins)[: len(model.norms)], ("act",)
+    if model.act_first or _does_nothing(model.norms):
+        yield Chain(tuple(("lins", str(i)) for i in range(len(model.norms))), ("act",))
 
 
 def _in_order(model: nn.Module, names: list[str], feeds: list[bool]) -> Iterator[Chain]:
@@ -112,7 +133,7 @@ def _in_order(model: nn.Module, names: list[str], feeds: list[bool]) -> Iterator
     for i in range(len(modules) - 1):
         if isinstance(modules[i], Quantized) and feeds[i] and type(modules[i + 1]) in _ACTIVATIONS:
             with_dropout = i + 2 < len(modules) and feeds[i + 1] and type(modules[i + 2]) is nn.Dropout
-            yield [modules[i]], tuple(names[i + 1 : i + 3 if with_dropout else i + 2])
+            yield Chain(((names[i],),), tuple(names[i + 1 : i + 3 if with_dropout else i + 2]))
 
 
 def _in_pyg_sequential(model: Sequential) -> Iterator[Chain]:
@@ -126,20 +147,35 @@ def _in_pyg_sequential(model: Sequential) -> Iterator[Chain]:
     yield from _in_order(model, [call.name for call in calls], feeds)
 
 
+def _runs_forward_of(model: nn.Module, cls: type[nn.Module]) -> bool:
+    """Whether a model runs the code of ``cls`` and none of its own."""
+    if cls is Sequential:  # generates a forward for each of its instances, and sets that of the class
+        own = vars(model).get("forward")
+        return type(model) is cls and (own is None or own.__module__.startswith(f"{cls.__module__}_{cls.__name__}_"))
+    return isinstance(model, cls) and type(model).forward is cls.forward and "forward" not in vars(model)
+
+
 def _chains(model: nn.Module) -> Iterator[Chain]:
-    if isinstance(model, BasicGNN):
+    if _runs_forward_of(model, BasicGNN):
         yield from _in_basic_gnn(model)
-    elif isinstance(model, MLP):
+    elif _runs_forward_of(model, MLP):
         yield from _in_mlp(model)
-    elif isinstance(model, Sequential):
+    elif _runs_forward_of(model, Sequential):
         yield from _in_pyg_sequential(model)
-    elif isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+    elif _runs_forward_of(model, nn.Sequential):
         names = list(model._modules)
         yield from _in_order(model, names, [True] * len(names))
 
 
 def _is_watched(module: nn.Module) -> bool:
     return any(getattr(module, kind) for kind in _HOOKS)
+
+
+def _can_move(activation: nn.Module) -> bool:
+    """Whether an activation is one that layers know, with numbers that they take."""
+    alpha, slope = getattr(activation, "alpha", 1.0), getattr(activation, "negative_slope", 0.0)
+    known = type(activation) in _ACTIVATIONS and not _is_watched(activation)
+    return known and math.isfinite(slope) and math.isfinite(alpha) and alpha >= 0
 
 
 def fuse_(root: nn.Module) -> None:
@@ -150,19 +186,23 @@ def fuse_(root: nn.Module) -> None:
     """
     uses = Counter(id(child) for module in root.modules() for child in module._modules.values())
     for model in tuple(root.modules()):
-        for layers, names in _chains(model):
+        moved = []
+        for places, names in _chains(model):
+            layers = [module_at(model, place) for place in places]
             if not layers or not all(_can_fuse(layer) and uses[id(layer)] == 1 for layer in layers):
                 continue
-            activation, *dropout = (getattr(model, name) for name in names)
-            if type(activation) not in _ACTIVATIONS or _is_watched(activation):
+            modules = [module_at(model, (name,)) for name in names]
+            if not _can_move(modules[0]):
                 continue
-            if any(type(module) is not nn.Dropout or _is_watched(module) for module in dropout):
-                dropout = []
-            twins = [_moved(module) for module in (activation, *dropout)]
-            model._modules.update(zip(names, twins, strict=False))
+            if any(type(module) is not nn.Dropout or _is_watched(module) for module in modules[1:]):
+                names, modules = names[:1], modules[:1]
+            fused = Fused(places, names)
+            model._modules.update((name, _moved(module, fused)) for name, module in zip(names, modules, strict=True))
             for layer in layers:
-                assert isinstance(layer, Quantized)
-                layer.configure(layer.config, Fused(*twins))
+                layer.configure(layer.config, fused)
+            moved.append(fused)
+        if moved:
+            vars(model)["_moved"] = Memory(model, tuple(moved))
 
 
 def _can_fuse(layer: nn.Module) -> bool:
@@ -170,11 +210,12 @@ def _can_fuse(layer: nn.Module) -> bool:
 
 
 def unfuse_(root: nn.Module) -> None:
-    """Undo :func:`fuse_`."""
+    """Undo :func:`fuse_`. What somebody put in the place of a module that was moved stays."""
     for layer in root.modules():
         if isinstance(layer, Quantized) and isinstance(layer.epilogue, Fused) and not is_fused_outside(layer, root):
             layer.configure(layer.config)
     for model in tuple(root.modules()):
+        vars(model).pop("_moved", None)
         for name, child in model._modules.items():
             if isinstance(child, Moved):
                 model._modules[name] = child.restored()
@@ -182,7 +223,7 @@ def unfuse_(root: nn.Module) -> None:
 
 def is_fused_outside(layer: nn.Module, root: nn.Module) -> bool:
     """Whether a layer does the work of a module that is not in ``root``."""
-    if not isinstance(layer, Quantized) or not isinstance(layer.epilogue, Fused):
+    if not isinstance(layer, Quantized) or not isinstance(layer.epilogue, Fused) or not layer.epilogue.is_live:
         return False
-    inside = set(map(id, root.modules()))
-    return any(id(module) not in inside for module in layer.epilogue.modules)
+    owner = layer.epilogue.module_at()
+    return all(module is not owner for module in root.modules())

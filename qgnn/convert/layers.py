@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,17 +15,21 @@ from torch_geometric.nn import MLP, HeteroConv, Linear, MessagePassing
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from qgnn import nn as qnn
-from qgnn.nn import QLinear
 from qgnn.nn._layer import Quantized
+from qgnn.nn.linear import QLinear, QTorchLinear
 
 
 def _counterparts() -> dict[type[nn.Module], type[Quantized]]:
     exported = [getattr(qnn, name) for name in qnn.__all__]
-    layers = [cls for cls in exported if isinstance(cls, type) and issubclass(cls, Quantized)]
-    return {**{cls.pyg: cls for cls in layers}, nn.Linear: QLinear}
+    layers: list[type[Quantized]] = [cls for cls in exported if isinstance(cls, type) and issubclass(cls, Quantized)]
+    layers.append(QTorchLinear)
+    return {cls.pyg: cls for cls in layers}
 
 
 COUNTERPARTS = _counterparts()  # by exact type: a subclass has code of its own, which would be lost
+
+# These hand the weights of their layers to fused kernels of torch's.
+READ_BY_TORCH = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 _NORMALIZATIONS = (
     "torch.nn.modules.batchnorm",
@@ -40,12 +45,12 @@ class Mark:
 
     Args:
         original: The class that the module had before, if it was changed.
-        added: Names of the attributes that the module got.
+        former: Attributes that the module had, and that were overwritten.
         reason: Why the module is in full precision, or was left alone; ``None`` if it is quantized.
     """
 
     original: type[nn.Module] | None = None
-    added: tuple[str, ...] = ()
+    former: Mapping[str, Any] = field(default_factory=dict)
     reason: str | None = None
 
 
@@ -67,6 +72,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def is_layer(module: nn.Module) -> bool:
     """Whether ``module`` is quantized or can be."""
     return isinstance(module, Quantized) or type(module) in COUNTERPARTS
+
+
+def is_as_converted(module: nn.Module) -> bool:
+    """Whether a module still has the class that it got, so that it can have its former one back."""
+    mark = mark_of(module)
+    return mark is None or mark.original is None or type(module) is COUNTERPARTS[mark.original]
 
 
 def own_products(layer: nn.Module) -> Iterator[nn.Module]:
@@ -111,23 +122,35 @@ def last_layer(module: nn.Module, *, parallel: bool = False) -> nn.Module | None
     """
     if is_layer(module):
         return module
+    if isinstance(module, READ_BY_TORCH):
+        return None
     side_by_side = isinstance(module, (MessagePassing, HeteroConv)) or (parallel and isinstance(module, nn.ModuleDict))
     if side_by_side and any(is_layer(part) for _, part in walk(module, into_left=True)):
         return module
+    if isinstance(module, (BasicGNN, MLP)):
+        return _end_of(module)
     parts = reversed(list(module.children()))
-    if isinstance(module, BasicGNN):
-        return last_layer(module.lin if hasattr(module, "lin") else module.convs[-1])
-    if isinstance(module, MLP):
-        return last_layer(module.lins[-1])
     parallel = parallel or isinstance(module, torch.fx.GraphModule)
     return next((found for part in parts if (found := last_layer(part, parallel=parallel)) is not None), None)
+
+
+def _end_of(model: BasicGNN | MLP) -> nn.Module:
+    """What certainly comes last, even if it is none of our layers."""
+    if isinstance(model, MLP):
+        return model.lins[-1]
+    return model.lin if hasattr(model, "lin") else model.convs[-1]
+
+
+def feeds_softmax(root: nn.Module) -> bool:
+    """Whether :func:`last_layer` knows what makes the result of a model; in others it goes by the order of modules."""
+    return isinstance(root, BasicGNN) and type(root).forward is BasicGNN.forward
 
 
 def matches(pattern: str, name: str) -> bool:
     """Whether a pattern is that of a module or of one around it.
 
     Args:
-        pattern: As in a shell, or a regular expression behind ``re:``.
+        pattern: As in a shell, or a regular expression behind ``re:``, which may be none: ``re.error``.
         name: Name of the module, as in ``named_modules()``.
     """
     parts = name.split(".")

@@ -113,7 +113,7 @@ def _row(name: str, layer: Quantized) -> Row:
     reason = "config is None" if layer.config is None else None
     if reason is not None and mark is not None and mark.reason is not None:
         reason = mark.reason
-    return Row(name, type(layer).__name__, layer.operands, _told(layer.epilogue), reason, layer.note)
+    return Row(name, layer._get_name(), layer.operands, _told(layer.applied), reason, layer.note)
 
 
 def _told(epilogue: Epilogue | None) -> str | None:

@@ -12,12 +12,11 @@ from qgnn.config import QConfig
 from qgnn.graph import Graph, as_graph
 from qgnn.qtensor import QTensor
 from qgnn.rng import make_seed
-from qgnn.weak_cache import in_transform
 
 
 def draw_seed(config: QConfig, seed: int | Tensor | None, x: Tensor) -> Tensor | None:
     """The seed of a call, or ``None`` to round to nearest."""
-    if in_transform():
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         raise NotImplementedError(
             "'torch.func' does not transform integer operands; use 'torch.autograd.grad', or config=None"
         )

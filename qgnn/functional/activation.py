@@ -70,7 +70,7 @@ def activation(
     y, *_ = ops.activation(
         _matrix(x),
         bias,
-        None if residual is None else _matrix(residual),
+        None if residual is None else _matrix_of_its_own(residual),
         draw_seed(config, seed, x) if keep_codes and config is not None else None,
         make_seed(seed, x.device) if threshold else None,
         "none" if kind is None else kind,
@@ -83,9 +83,14 @@ def activation(
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """Rows as operators take them. Matrices are left alone: behind views of both, the gradients of rows and residual
-    would be views of one tensor."""
+    """Rows as operators take them. Matrices are left alone: of one gradient that two leaves get, autograd makes a copy,
+    but not of two views of it."""
     return x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
+def _matrix_of_its_own(residual: Tensor) -> Tensor:
+    """The same, with a gradient that is no view of that of the rows: what is selected is no copy, its gradient is."""
+    return residual if residual.dim() == 2 else _matrix(residual)[None].select(0, 0)
 
 
 def _check(

@@ -13,7 +13,7 @@ from qgnn import functional
 from qgnn.autocast import without_autocast
 from qgnn.config import QConfig
 from qgnn.graph import Graph, check_num_nodes, identity, kind_of, to_edges
-from qgnn.nn._common import float_rows, graph_for, initialize_lazy, operand
+from qgnn.nn._common import check_flow, float_rows, graph_for, initialize_lazy, operand
 from qgnn.nn._edges import Edges, edges_with_loops, given_edges, matrix_with_loops
 from qgnn.nn._layer import QuantizedConv
 from qgnn.nn.epilogue import Epilogue
@@ -112,10 +112,11 @@ class AttentionConv(QuantizedConv):
         rows = functional.linear(x, linear.weight, linear.bias, config=self.active)
         return rows.view(-1, self.heads, self.out_channels)
 
-    def sizes_of(self, x: tuple[Any, Any], size: tuple[int, int] | None) -> tuple[int, int]:
+    def sizes_of(self, x: tuple[Any, Any], size: tuple[int, int] | None = None) -> tuple[int, int]:
         """Number of nodes that messages come from, and that they go to."""
         num_sources = x[0].shape[0]
         num_targets = (num_sources if size is None else size[1]) if x[1] is None else x[1].shape[0]
+        check_flow(self, num_sources, num_targets)
         if size is not None and tuple(size) != (num_sources, num_targets):
             raise ValueError(
                 f"'{type(self).__name__}' expects 'size' to be the numbers of rows of 'x' (got {tuple(size)}, and "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -18,7 +19,7 @@ from qgnn.config import QConfig
 from qgnn.graph import Graph, as_graph, identity, to_edges
 from qgnn.nn.epilogue import Epilogue
 from qgnn.qtensor import QTensor
-from qgnn.weak_cache import cached
+from qgnn.weak_cache import cached, is_recorded
 
 _MESSAGE_HOOKS = [
     f"_{stage}_forward_{kind}"
@@ -57,17 +58,12 @@ def operand(x: Tensor | QTensor, config: QConfig | None, *, shared: bool = False
     constant = not x.requires_grad and (torch.is_grad_enabled() or not config.stochastic)
     if constant and config.save == "int8":
         nearest = active_config(False, config)
-        if _is_recorded(x):
+        if is_recorded(x):
             return functional.quantize(x, nearest)
         return cached((x,), ("codes", config.bits, config.granularity), lambda: functional.quantize(x, nearest))
     if shared and (config.save == "int8" or not torch.is_grad_enabled()):
         return functional.quantize(x, config, straight_through=True)
     return x
-
-
-def _is_recorded(x: Tensor) -> bool:
-    """Whether a CUDA graph is being made, whose replays find other values in the memory of ``x``."""
-    return not torch.compiler.is_compiling() and x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def float_rows(x: Tensor | QTensor) -> Tensor:
@@ -93,7 +89,7 @@ def activate(
     return functional.activation(
         x,
         epilogue.activation,
-        epilogue.dropout if training else 0,
+        epilogue.drops(training),
         bias=bias,
         residual=None if residual is None else residual.to(x.dtype),
         negative_slope=epilogue.negative_slope,
@@ -111,8 +107,9 @@ def graph_for(conv: MessagePassing, edges: Any, num_sources: int, num_targets: i
         num_sources: Number of nodes that messages come from.
         num_targets: Number of nodes that they go to, where these are others.
     """
-    num_nodes = num_sources if num_targets is None or num_targets == num_sources else (num_sources, num_targets)
-    if torch.compiler.is_compiling() and num_targets is not None:
+    num_nodes: int | tuple[int, int] = num_sources
+    # While compiling, a comparison would be a guard on the sizes.
+    if num_targets is not None and (torch.compiler.is_compiling() or num_targets != num_sources):
         num_nodes = (num_sources, num_targets)
     if conv.flow == "source_to_target":
         return as_graph(edges, num_nodes)
@@ -127,6 +124,26 @@ def graph_for(conv: MessagePassing, edges: Any, num_sources: int, num_targets: i
     return cached(identity(edges, weights=True), ("reversed graph", num_nodes), reverse)
 
 
+def check_flow(conv: MessagePassing, num_sources: int, num_targets: int) -> None:
+    """Raise where messages flow against edges between two numbers of nodes: PyG's layers take the number of results
+    from the wrong side there."""
+    if conv.flow == "target_to_source" and num_sources != num_targets:
+        raise ValueError(
+            f"'{type(conv).__name__}' expects as many source as target nodes where flow='target_to_source' (got "
+            f"{num_sources} and {num_targets}); give 'edge_index.flip(0)' to a layer with flow='source_to_target'"
+        )
+
+
+def by_set(function: Callable[[Any], Tensor], x: Tensor | QTensor) -> Tensor:
+    """``function(x)``; of several sets of rows, ``[B, N, F]``, that of each, so that no set shares a scale with
+    another."""
+    if len(x.shape) == 2:
+        return function(x)
+    if x.shape[0] == 0:
+        return function(float_rows(x).new_zeros(x.shape[1:])).unsqueeze(0)[:0]
+    return torch.stack([function(rows) for rows in x.unbind()])
+
+
 def aggregate(
     graph: Graph,
     x: Tensor | QTensor,
@@ -134,16 +151,9 @@ def aggregate(
     reduce: str = "sum",
     *,
     config: QConfig | None = None,
-    **epilogue: Any,
 ) -> Tensor:
     """:func:`functional.spmm`, also of several sets of rows on one graph, ``[B, N, F]``, as PyG takes them."""
-    if len(x.shape) == 2:
-        return functional.spmm(graph, x, edge_weight, reduce, config=config, **epilogue)
-    rows = float_rows(x)
-    batch, num_nodes, width = rows.shape
-    wide = rows.transpose(0, 1).reshape(num_nodes, batch * width)
-    out = functional.spmm(graph, wide, edge_weight, reduce, config=config, **epilogue)
-    return out.view(-1, batch, width).transpose(0, 1)
+    return by_set(lambda rows: functional.spmm(graph, rows, edge_weight, reduce, config=config), x)
 
 
 def initialize_lazy(linear: nn.Module, x: Tensor | QTensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
@@ -18,7 +17,7 @@ from qgnn.autocast import without_autocast
 from qgnn.config import QConfig, check_product_config
 from qgnn.graph import Graph
 from qgnn.nn._common import activate, active_config, float_rows, has_custom_messages, is_custom, restore_propagate
-from qgnn.nn.epilogue import Epilogue, Fused, check_epilogue
+from qgnn.nn.epilogue import Epilogue, check_epilogue
 from qgnn.qtensor import QTensor
 
 
@@ -63,36 +62,34 @@ class Quantized:
         """What a summary says that this layer computes with: ``"int8"``, ``"int4"``, ..., or ``"fp32"``."""
         return "fp32" if self.config is None else f"int{self.config.bits}"
 
+    @property
+    def applied(self) -> Epilogue | None:
+        """The epilogue of this call."""
+        return self.epilogue if self.epilogue is not None and self.epilogue.is_live else None
+
     def in_kernel(self) -> dict[str, Any]:
         """What of the epilogue a product or sum can apply itself, as its keyword arguments."""
-        epilogue = self.epilogue
+        epilogue = self.applied
         if epilogue is None or epilogue.activation not in (None, "relu"):
             return {}
-        return {"activation": epilogue.activation, "dropout": epilogue.dropout if self.training else 0}
+        return {"activation": epilogue.activation, "dropout": epilogue.drops(self.training)}
 
     def behind_kernel(self, out: Tensor) -> Tensor:
         """What of the epilogue is left to apply after :meth:`in_kernel`."""
-        return out if self.epilogue is None or self.epilogue.activation in (None, "relu") else self.finish(out)
+        epilogue = self.applied
+        return out if epilogue is None or epilogue.activation in (None, "relu") else self.finish(out)
 
     def finish(self, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """Add a bias and other rows, and apply the whole epilogue: one pass."""
-        return activate(out, self.epilogue, self.training, self.active, bias=bias, residual=residual)
+        return activate(out, self.applied, self.training, self.active, bias=bias, residual=residual)
 
     def __prepare_scriptable__(self) -> Any:
         raise TypeError(
             f"'{type(self).__name__}' cannot be compiled by 'torch.jit.script'; use 'torch.compile' or 'torch.export'"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        alone, twin = not memo, type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(vars(self), memo))  # type: ignore[attr-defined]
-        if alone and isinstance(self.epilogue, Fused):  # its activation belongs to the model that it was taken from
-            twin.epilogue = None
-        return twin
-
     def __repr__(self) -> str:
-        epilogue = "" if self.epilogue is None else f", epilogue={self.epilogue}"
+        epilogue = "" if self.applied is None else f", epilogue={self.applied}"
         return f"{super().__repr__()[:-1]}, config={self.config}{epilogue})"
 
 
@@ -108,11 +105,35 @@ class QuantizedConv(Quantized):
         super().configure(config, epilogue)
         restore_propagate(self)
 
+    @property
+    def note(self) -> str | None:
+        """What a summary of a model has to say about this layer."""
+        if self.has_attached_code:
+            return "runs on PyG's path in full precision: an explainer, hooks or a parametrization are attached to it"
+        return super().note
+
+    @property
+    def operands(self) -> str:
+        """What a summary says that this layer computes with."""
+        return "fp32" if self.has_attached_code else super().operands
+
+    @property
+    def has_attached_code(self) -> bool:
+        """:meth:`needs_messages` of all dense layers whose weights the fused path reads."""
+        assert isinstance(self, MessagePassing)
+        parts = [child for name, child in self.named_children() if name not in ("nn", "aggr_module")]
+        linears = (linear for part in parts for linear in (part if isinstance(part, nn.ModuleList) else (part,)))
+        return self.needs_messages(*linears)
+
     def needs_messages(self, *linears: nn.Module) -> bool:
         """Whether the fused path would skip code that somebody attached: explainers, message hooks, hooks on one of
         ``linears``, methods of a subclass."""
         assert isinstance(self, MessagePassing)
         return has_custom_messages(self, self.pyg) or any(is_custom(linear) for linear in linears)
+
+    def nodes_elsewhere(self, x: Tensor | QTensor) -> bool:
+        """Whether nodes lie along another dimension of ``x`` than the last but one."""
+        return self.node_dim not in (-2, len(x.shape) - 2)
 
     def messages(self, *args: Any) -> Any:
         """PyG's own path, in full precision, and the epilogue behind it."""

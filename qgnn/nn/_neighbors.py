@@ -11,7 +11,7 @@ from torch_geometric.nn.dense.linear import Linear
 
 from qgnn import functional
 from qgnn.graph import Graph, as_graph, kind_of
-from qgnn.nn._common import aggregate, float_rows, graph_for, initialize_lazy, operand
+from qgnn.nn._common import aggregate, by_set, check_flow, float_rows, graph_for, initialize_lazy, operand
 from qgnn.nn._layer import QuantizedConv
 from qgnn.qtensor import QTensor
 
@@ -44,7 +44,7 @@ class NeighborConv(QuantizedConv):
     @property
     def note(self) -> str | None:
         """What a summary of a model has to say about this layer."""
-        return None if self.reduce else f"aggregation {self.aggr!r} runs on PyG's path in full precision"
+        return super().note if self.reduce else f"aggregation {self.aggr!r} runs on PyG's path in full precision"
 
     @property
     def operands(self) -> str:
@@ -54,7 +54,7 @@ class NeighborConv(QuantizedConv):
     def takes_messages(self, x: Any, *linears: nn.Module) -> bool:
         """Whether PyG's own path has to run."""
         rows = x[0] if isinstance(x, (tuple, list)) else x
-        return self.reduce is None or self.needs_messages(*linears) or self.node_dim not in (-2, len(rows.shape) - 2)
+        return self.reduce is None or self.needs_messages(*linears) or self.nodes_elsewhere(rows)
 
     def ends(self, x: Any, edges: Any, size: Any, edge_weight: Tensor | None = None) -> Ends:
         """The graph of ``edges`` between the rows of ``x``, checked to fit together as PyG checks them."""
@@ -74,7 +74,10 @@ class NeighborConv(QuantizedConv):
         if target is not source:
             # PyG's reversed flow takes the targets' number from the sources, where targets have no rows.
             given = expected[1] if self.flow == "source_to_target" else None
-            num_targets = given if target is None else target.shape[-2]
+            num_targets = given
+            if target is not None:
+                num_targets = target.shape[-2]
+                check_flow(self, num_sources, num_targets)
         graph = graph_for(self, edges, num_sources, num_targets)
         if kind_of(edges) == "torch_sparse" and not self.weighted:
             graph = graph.with_weight(None)
@@ -96,8 +99,9 @@ class NeighborConv(QuantizedConv):
         if root is None and not normalize:
             options |= self.in_kernel()
         narrows = linear.weight.shape[0] <= linear.weight.shape[1]
-        if narrows and reduce in ("sum", "mean") and len(source.shape) == 2:
-            out = functional.graph_linear(graph, source, linear.weight, linear.bias, reduce=reduce, **options)
+        if narrows and reduce in ("sum", "mean"):
+            weights = (linear.weight, linear.bias)
+            out = by_set(lambda rows: functional.graph_linear(graph, rows, *weights, reduce=reduce, **options), source)
         else:
             rows = aggregate(graph, source, reduce=reduce, config=config)
             out = functional.linear(rows, linear.weight, linear.bias, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from qgnn.config import QConfig
 from qgnn.graph import Graph
@@ -38,6 +38,11 @@ class PropagationConv(QuantizedConv):
     def reduce(self) -> str | None:
         """The aggregation as :func:`functional.spmm` calls it; ``None`` for one that takes PyG's own path."""
         return self.reduces.get(self.aggr) if isinstance(self.aggr, str) else None
+
+    def takes_messages(self, x: Any, *linears: nn.Module) -> bool:
+        """Whether PyG's own path has to run."""
+        elsewhere = not isinstance(x, (tuple, list)) and self.nodes_elsewhere(x)
+        return self.reduce is None or self.needs_messages(*linears) or elsewhere
 
     def check_rows(self, x: Tensor | QTensor, batched: bool = True) -> None:
         """Raise unless ``x`` is one tensor of node features."""

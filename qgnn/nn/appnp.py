@@ -74,15 +74,16 @@ class QAPPNP(PropagationConv, APPNP):
     def forward(self, x: Tensor | QTensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Propagate ``x`` over ``K`` steps."""
         reduce, config = self.reduce, self.active
-        if reduce is None or self.needs_messages():
+        if self.takes_messages(x):
             return self.messages(x, edge_index, edge_weight)
+        assert reduce is not None
         self.check_rows(x)
         graph, weight = self.normalized(x, edge_index, edge_weight), None
         drop = self.dropout if self.training else 0
         if drop > 0:
             graph, weight = _split(graph, x)
         initial = float_rows(x)
-        out, rows = initial, x if len(x.shape) == 3 else operand(x, config)
+        out, rows = initial, operand(x, config)
         for _ in range(self.K):
             if weight is not None:
                 weight = nn.functional.dropout(weight, drop)

@@ -11,7 +11,7 @@ from torch_geometric.nn.conv import ChebConv
 
 from qgnn import functional
 from qgnn.config import QConfig
-from qgnn.graph import Graph, check_edge_index, check_edge_weight, identity, one_weight, to_edges
+from qgnn.graph import Graph, check_edge_index, check_edge_weight, identity, to_edges, weight_of
 from qgnn.nn._common import aggregate, float_rows, initialize_lazy, operand
 from qgnn.nn._propagation import SUM, PropagationConv
 from qgnn.nn.epilogue import Epilogue
@@ -86,14 +86,14 @@ class QChebConv(PropagationConv, ChebConv):
         lambda_max: Tensor | float | None = None,
     ) -> Tensor:
         """Filter ``x`` on the graph."""
-        if self.reduce is None or self.needs_messages(*self.lins):
+        if self.takes_messages(x, *self.lins):
             return self.messages(x, edge_index, edge_weight, batch, lambda_max)
         self.check_rows(x)
         graph = self._laplacian(x, edge_index, edge_weight, batch, lambda_max)
         config = self.active
         first, *others = self.lins
         initialize_lazy(first, x)
-        rows = self._rounded(x, shared=bool(others))
+        rows = operand(x, config, shared=bool(others))
         term, total = functional.linear(rows, first.weight, config=config), None
         previous, current = x, x
         for k, lin in enumerate(others, 1):
@@ -102,13 +102,9 @@ class QChebConv(PropagationConv, ChebConv):
             hop = aggregate(graph, rows, config=config)
             # beyond the first hop 2 hop - previous, in one pass
             previous, current = current, hop if k == 1 else lerp(float_rows(previous), hop, 2.0)
-            rows = self._rounded(current, shared=k < len(others))
+            rows = operand(current, config, shared=k < len(others))
             term = functional.linear(rows, lin.weight, config=config)
         return self.finish(term, self.bias, residual=total)
-
-    def _rounded(self, x: Tensor | QTensor, shared: bool) -> Tensor | QTensor:
-        """Rows for a product and, if ``shared``, an aggregation: as codes, unless these are several sets of rows."""
-        return x if len(x.shape) == 3 else operand(x, self.active, shared=shared)
 
     def _laplacian(
         self,
@@ -133,7 +129,7 @@ class QChebConv(PropagationConv, ChebConv):
         def weighted() -> Graph:
             key = ("laplacian edges", num_nodes, self.flow)
             graph, is_loop = cached(identity(adjacency, weights=False), key, structure)
-            weight = one_weight(edge_weight, to_edges(adjacency)[1])
+            weight = weight_of(adjacency, edge_weight)
             if weight is None:
                 weight = torch.ones_like(is_loop, dtype=dtype)
             # Self-loops stay with weight 0: taking them out would need to know how many there are.

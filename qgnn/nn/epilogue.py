@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,36 +44,78 @@ class Epilogue:
         if not isinstance(self.dropout, (int, float)) or not 0.0 <= self.dropout <= 1.0:
             raise ValueError(f"'Epilogue' expects 'dropout' to be a probability from 0 to 1 (got {self.dropout!r})")
 
+    @property
+    def is_live(self) -> bool:
+        """Whether it is to be applied."""
+        return True
+
+    def drops(self, training: bool) -> float:
+        """Probability that an element is dropped in this call of a layer that is in training mode or not."""
+        return self.dropout if training else 0
+
+
+def module_at(root: nn.Module | None, path: tuple[str, ...]) -> Any:
+    """The module at a place in another one, or ``None``."""
+    for name in path:
+        root = None if root is None else root._modules.get(name)
+    return root
+
 
 class Fused(Epilogue):
-    """What the modules behind a layer did in its model, with the numbers that these have at each call.
+    """What modules behind some layers did in their model, with the numbers and the mode that these have at each call.
+
+    It is live while all of them, layers and modules, are at their places in that model and know this very object. The
+    model is not kept alive, and is not part of a copy, to which :meth:`attach` then gives the copy of the model.
 
     Args:
-        activation: A ReLU, LeakyReLU or ELU.
-        dropout: A dropout behind that.
+        layers: Where the layers are: names of modules, from the model inwards.
+        names: Names of the activation and perhaps of the dropout behind it.
     """
 
-    modules: tuple[Any, ...]
+    layers: tuple[tuple[str, ...], ...]
+    names: tuple[str, ...]
+    owner: weakref.ref[nn.Module] | None
 
-    def __init__(self, activation: nn.Module, dropout: nn.Module | None = None) -> None:
-        object.__setattr__(self, "modules", (activation,) if dropout is None else (activation, dropout))
+    def __init__(self, layers: tuple[tuple[str, ...], ...], names: tuple[str, ...]) -> None:
+        vars(self).update(layers=layers, names=names, owner=None)
+
+    def attach(self, owner: nn.Module) -> None:
+        """Say which model the places are in."""
+        vars(self)["owner"] = weakref.ref(owner)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "owner": None}
+
+    def module_at(self, *path: str) -> Any:
+        """What is at a place in the model, or ``None``."""
+        return module_at(None if self.owner is None else self.owner(), path)
 
     @property
-    def activation(self) -> str:
+    def is_live(self) -> bool:
+        if any(getattr(self.module_at(name), "fused", None) is not self for name in self.names):
+            return False
+        return all(getattr(self.module_at(*path), "epilogue", None) is self for path in self.layers)
+
+    def drops(self, training: bool) -> float:
+        return self.dropout if len(self.names) == 2 and self.module_at(self.names[1]).training else 0
+
+    @property
+    def activation(self) -> str | None:
         kinds = {nn.ReLU: "relu", nn.LeakyReLU: "leaky_relu", nn.ELU: "elu"}
-        return next(name for kind, name in kinds.items() if isinstance(self.modules[0], kind))
+        module = self.module_at(self.names[0])
+        return next((name for kind, name in kinds.items() if isinstance(module, kind)), None)
 
     @property
     def dropout(self) -> float:
-        return (self.modules[1].p if len(self.modules) == 2 else 0) or 0
+        return getattr(self.module_at(self.names[1]), "p", 0) or 0 if len(self.names) == 2 else 0
 
     @property
     def negative_slope(self) -> float:
-        return getattr(self.modules[0], "negative_slope", Epilogue.negative_slope)
+        return getattr(self.module_at(self.names[0]), "negative_slope", Epilogue.negative_slope)
 
     @property
     def alpha(self) -> float:
-        return getattr(self.modules[0], "alpha", Epilogue.alpha)
+        return getattr(self.module_at(self.names[0]), "alpha", Epilogue.alpha)
 
 
 def check_epilogue(epilogue: object, owner: str) -> None:

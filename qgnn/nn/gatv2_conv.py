@@ -114,7 +114,7 @@ class QGATv2Conv(AttentionConv, GATv2Conv):
         if self.takes_messages:
             return self.messages(x, edge_index, edge_attr, return_attention_weights)
         x = self.pair_of(x, both=True)
-        codes, num_nodes = self.codes_of(x), (x[0].shape[0], x[1].shape[0])
+        codes, num_nodes = self.codes_of(x), self.sizes_of(x)
         source = self.heads_of(self.lin_l, codes[0])
         one = self.share_weights and x[1] is x[0]
         target = source if one else self.heads_of(self.lin_r, codes[1])

@@ -82,19 +82,22 @@ class QGCN2Conv(PropagationConv, GCN2Conv):
     ) -> Tensor:
         """Convolve ``x`` over the graph and mix ``x_0`` in."""
         reduce, config = self.reduce, self.active
-        if reduce is None or self.needs_messages():
+        if self.takes_messages(x):
             return self.messages(x, x_0, edge_index, edge_weight)
+        assert reduce is not None
         self.check_rows(x, batched=False)
         graph = self.normalized(x, edge_index, edge_weight)
         out = functional.spmm(graph, operand(x, config), reduce=reduce, config=config)
-        initial = float_rows(x_0)[: out.shape[0]].to(out.dtype)
+        if x_0.shape[0] > out.shape[0]:
+            x_0 = float_rows(x_0)[: out.shape[0]]
+        initial = float_rows(x_0).to(out.dtype)
         if self.weight2 is None:
-            out = self._mapped(lerp(out, initial, self.alpha), self.weight1)
-        else:
-            out = lerp(self._mapped(out, self.weight1), self._mapped(initial, self.weight2), self.alpha)
-        return self.finish(out)
+            mixed = lerp(out, initial, self.alpha)
+            return self.finish(self._mapped(mixed, mixed, self.weight1))
+        mapped = self._mapped(initial, operand(x_0, config), self.weight2)
+        return self.finish(lerp(self._mapped(out, out, self.weight1), mapped, self.alpha))
 
-    def _mapped(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The identity mapping :math:`(1 - β) X + β X Θ`."""
-        product = functional.linear(x, weight.t(), config=self.active)
+    def _mapped(self, x: Tensor, codes: Tensor | QTensor, weight: Tensor) -> Tensor:
+        """The identity mapping :math:`(1 - β) X + β X Θ`; ``codes`` are ``x`` as the product takes it."""
+        product = functional.linear(codes, weight.t(), config=self.active)
         return lerp(x, product.to(x.dtype), self.beta)

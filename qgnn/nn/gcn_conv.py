@@ -9,7 +9,7 @@ from torch_geometric.nn.conv import GCNConv
 
 from qgnn import functional
 from qgnn.config import QConfig
-from qgnn.nn._common import aggregate, initialize_lazy, operand
+from qgnn.nn._common import by_set, initialize_lazy, operand
 from qgnn.nn._propagation import PropagationConv
 from qgnn.nn.epilogue import Epilogue
 from qgnn.qtensor import QTensor
@@ -79,14 +79,12 @@ class QGCNConv(PropagationConv, GCNConv):
     def forward(self, x: Tensor | QTensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Convolve ``x`` over the graph."""
         reduce, config = self.reduce, self.active
-        if reduce is None or self.needs_messages(self.lin):
+        if self.takes_messages(x, self.lin):
             return self.messages(x, edge_index, edge_weight)
         self.check_rows(x)
         initialize_lazy(self.lin, x)
         graph = self.normalized(x, edge_index, edge_weight)
         x = operand(x, config)
-        if len(x.shape) == 3:
-            rows = functional.linear(x, self.lin.weight, config=config)
-            return self.finish(aggregate(graph, rows, reduce=reduce, config=config), self.bias)
         options = {"reduce": reduce, "config": config, **self.in_kernel()}
-        return self.behind_kernel(functional.graph_linear(graph, x, self.lin.weight, self.bias, **options))
+        out = by_set(lambda rows: functional.graph_linear(graph, rows, self.lin.weight, self.bias, **options), x)
+        return self.behind_kernel(out)

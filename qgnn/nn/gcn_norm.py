@@ -20,8 +20,8 @@ from qgnn.graph import (
     check_num_nodes,
     identity,
     kind_of,
-    one_weight,
     to_edges,
+    weight_of,
 )
 from qgnn.weak_cache import cached
 
@@ -73,11 +73,9 @@ def normalized_graph(
     """
     dtype = torch.float64 if dtype == torch.float64 else torch.float32
     key = (num_nodes, add_self_loops, flow)
-    if isinstance(adjacency, Graph):
-        if edge_weight is None and not normalize and not add_self_loops and flow == "source_to_target":
-            return as_graph(adjacency, num_nodes)
-        if edge_weight is not None and adjacency.weight is None:
-            edge_weight = adjacency.to_csr_order(check_edge_weight(edge_weight, adjacency.num_edges))
+    as_given = edge_weight is None and not normalize and not add_self_loops and flow == "source_to_target"
+    if isinstance(adjacency, Graph) and as_given:
+        return as_graph(adjacency, num_nodes)
 
     def structure() -> GCNStructure:
         # A mean counts edges, so there the replaced self-loops really have to go.
@@ -86,8 +84,7 @@ def normalized_graph(
 
     def weighted() -> Graph:
         edges = cached(identity(adjacency, weights=False), ("gcn structure", *key), structure)
-        weight = one_weight(edge_weight, to_edges(adjacency)[1])
-        return edges.weighted(weight, dtype, improved, normalize)
+        return edges.weighted(weight_of(adjacency, edge_weight), dtype, improved, normalize)
 
     tensors = identity(adjacency, weights=True) + (() if edge_weight is None else (edge_weight,))
     return cached(tensors, ("gcn", dtype, improved, normalize, *key), weighted)

@@ -11,7 +11,7 @@ from torch_geometric.nn.conv import GINEConv
 from qgnn import functional
 from qgnn.config import QConfig
 from qgnn.graph import Graph, identity, kind_of, to_edges
-from qgnn.nn._common import float_rows, initialize_lazy, operand
+from qgnn.nn._common import by_set, float_rows, initialize_lazy, operand
 from qgnn.nn._neighbors import NeighborConv, add_root
 from qgnn.nn.epilogue import Epilogue
 from qgnn.qtensor import QTensor
@@ -83,18 +83,17 @@ class QGINEConv(NeighborConv, GINEConv):
             return self.messages(x, edge_index, edge_attr, size)
         edge_index, edge_attr = _with_values(edge_index, edge_attr)
         source, target, graph = self.ends(x, edge_index, size)
-        rows = float_rows(source)
-        edge_rows = self._edge_rows(edge_attr, graph.num_edges, rows.shape[-1]).to(rows.dtype)
-        if rows.dim() == 3:  # nodes first, as functions take them
-            rows, edge_rows = rows.transpose(0, 1), edge_rows.unsqueeze(1)
-        # A sum with nothing gathers rows, and has a gradient that repeats bit for bit.
-        nothing = rows.new_zeros(()).expand(graph.num_targets, *rows.shape[1:])
-        gathered = functional.sddmm(graph, rows, nothing, op="add")
-        edge_rows = edge_rows.expand_as(gathered)
-        # The slopes play no part; as floats, torch.compile would make symbols of them, and start anew.
-        messages = functional.activation(gathered, "relu", residual=edge_rows, negative_slope=0, alpha=0)
-        out = functional.incidence_sum(graph, messages, config=self.active)
-        out = out.transpose(0, 1) if out.dim() == 3 else out
+        edge_rows = self._edge_rows(edge_attr, graph.num_edges, source.shape[-1]).to(source.dtype)
+
+        def sum_of(rows: Tensor) -> Tensor:
+            # A sum with nothing gathers rows, and has a gradient that repeats bit for bit.
+            nothing = rows.new_zeros(()).expand(graph.num_targets, rows.shape[1])
+            gathered = functional.sddmm(graph, rows, nothing, op="add")
+            # The slopes play no part; as floats, torch.compile would make symbols of them, and start anew.
+            messages = functional.activation(gathered, "relu", residual=edge_rows, negative_slope=0, alpha=0)
+            return functional.incidence_sum(graph, messages, config=self.active)
+
+        out = by_set(sum_of, float_rows(source))
         return self.finish(self.nn(add_root(out, target, self.eps)).to(out.dtype))
 
     def _edge_rows(self, edge_attr: Tensor | None, num_edges: int, width: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric.nn.dense.linear import Linear
 
 from qgnn import functional
@@ -15,7 +15,20 @@ from qgnn.nn.epilogue import Epilogue
 from qgnn.qtensor import QTensor
 
 
-class QLinear(Quantized, Linear):
+class _Product(Quantized):
+    """The product itself, whatever class the dense layer stands in for."""
+
+    weight: Tensor
+    bias: Any
+
+    def forward(self, x: Tensor | QTensor) -> Tensor:
+        """Multiply ``x`` with the weight."""
+        config = self.active
+        out = functional.linear(operand(x, config), self.weight, self.bias, config=config, **self.in_kernel())
+        return self.behind_kernel(out)
+
+
+class QLinear(_Product, Linear):
     r"""The dense layer :math:`y = x W^{\top} + b` with quantized operands, forward and backward.
 
     A :class:`torch_geometric.nn.Linear` with the same parameters and state dict: weights stay fp32 and are quantized
@@ -55,8 +68,11 @@ class QLinear(Quantized, Linear):
         super().__init__(in_channels, out_channels, bias, **kwargs)
         self.configure(config, epilogue)
 
-    def forward(self, x: Tensor | QTensor) -> Tensor:
-        """Multiply ``x`` with the weight."""
-        config = self.active
-        out = functional.linear(operand(x, config), self.weight, self.bias, config=config, **self.in_kernel())
-        return self.behind_kernel(out)
+
+class QTorchLinear(_Product, nn.Linear):
+    """What a :class:`torch.nn.Linear` becomes by conversion: :class:`QLinear` for code that asks for torch's class."""
+
+    pyg = nn.Linear
+
+    def _get_name(self) -> str:
+        return QLinear.__name__

@@ -12,7 +12,7 @@ from torch_geometric.nn.conv import RGCNConv
 from qgnn import functional
 from qgnn.config import QConfig
 from qgnn.graph import Graph, check_edge_index, identity, kind_of, to_edges
-from qgnn.nn._common import float_rows, operand
+from qgnn.nn._common import check_flow, float_rows, operand
 from qgnn.nn._propagation import SUM_OR_MEAN, PropagationConv
 from qgnn.nn.epilogue import Epilogue
 from qgnn.qtensor import QTensor
@@ -101,13 +101,14 @@ class QRGCNConv(PropagationConv, RGCNConv):
     @property
     def note(self) -> str | None:
         """What a summary says about this layer beyond its config, or None."""
-        if self.config is None:
-            return super().note
+        pyg = super().note
+        if self.config is None or pyg is not None:
+            return pyg
         exact = [
             *(["maxima" if self.reduce == "max" else "minima"] if self.reduce in ("max", "min") else []),
             *([] if self.num_blocks is None else ["products with blocks"]),
         ]
-        return f"{' and '.join(exact)} run in full precision" if exact else super().note
+        return f"{' and '.join(exact)} run in full precision" if exact else None
 
     def forward(self, x: Any, edge_index: Any, edge_type: Tensor | None = None) -> Tensor:
         """Convolve ``x`` over the edges of each relation."""
@@ -121,6 +122,7 @@ class QRGCNConv(PropagationConv, RGCNConv):
                     f"'{type(self).__name__}' expects '{name}' with {width} columns (got {list(rows.shape)})"
                 )
         num_targets = x_r.shape[0]
+        check_flow(self, x_l.shape[0], num_targets)
         graph = self._relations(edge_index, edge_type, x_l.shape[0], num_targets)
         if reduce in ("max", "min"):
             rows = functional.spmm(graph, float_rows(x_l), reduce=reduce)  # [T * R, F]

@@ -14,7 +14,7 @@ from qgnn.nn._common import active_config, aggregate, initialize_lazy, operand
 from qgnn.nn._propagation import PropagationConv
 from qgnn.nn.epilogue import Epilogue
 from qgnn.qtensor import QTensor
-from qgnn.weak_cache import cached
+from qgnn.weak_cache import cached, is_recorded
 
 
 class QSGConv(PropagationConv, SGConv):
@@ -76,7 +76,7 @@ class QSGConv(PropagationConv, SGConv):
 
     def forward(self, x: Tensor | QTensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Aggregate ``x`` over ``K`` hops of the graph, then multiply it with the weight."""
-        if self.reduce is None or self.needs_messages(self.lin):
+        if self.takes_messages(x, self.lin):
             return self.messages(x, edge_index, edge_weight)
         self.check_rows(x)
         initialize_lazy(self.lin, x)
@@ -84,12 +84,12 @@ class QSGConv(PropagationConv, SGConv):
         config = self.active
         rows = (x,) if isinstance(x, Tensor) else (x.codes, x.scale) if x.origin is None else (x.origin,)
         sources = (*rows, *identity(edge_index, weights=True), *(() if edge_weight is None else (edge_weight,)))
-        if self.cached and self.K > 0 and not any(t.requires_grad for t in sources):
+        if self.cached and self.K > 0 and not any(t.requires_grad or is_recorded(t) for t in sources):
             nearest = active_config(False, config)
             key = ("hops", self.K, self.add_self_loops, self.flow, self.reduce, nearest)
             x = cached(sources, key, lambda: self._hops(graph, x, nearest))
         else:
-            x = self._hops(graph, x if len(x.shape) == 3 else operand(x, config), config)
+            x = self._hops(graph, operand(x, config), config)
         options: dict[str, Any] = {"config": config, **self.in_kernel()}
         return self.behind_kernel(functional.linear(operand(x, config), self.lin.weight, self.lin.bias, **options))
 

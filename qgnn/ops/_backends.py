@@ -202,9 +202,7 @@ def _with_plans(
     """Hands ``function`` the work items of its graphs, which are made once and live as long as the graphs' pointers."""
 
     def plan_of(indptr: Tensor, num_edges: int) -> Any:
-        # What is made during a capture is part of the CUDA graph, whose memory nobody else may keep.
-        capturing = indptr.is_cuda and torch.cuda.is_current_stream_capturing()
-        return cached((indptr,), ("spmm plan", num_edges), lambda: make_plan(indptr, num_edges), keep=not capturing)
+        return cached((indptr,), ("spmm plan", num_edges), lambda: make_plan(indptr, num_edges))
 
     @wraps(function)
     def planned(*operands: Any, **options: Any) -> Any:

@@ -55,12 +55,22 @@ def error_of(code: int, capsys: pytest.CaptureFixture[str]) -> str:
         (["--device", "tpu"], "--device: invalid choice: 'tpu'"),
         (["--no-such-option"], "unrecognized arguments: --no-such-option"),
         (["--layers", "1", "--precision", "int8"], "--precision int8 expects at least 2 layers (got --layers 1)"),
+        (["--model", "gcn2"], "--model gcn2 expects at least 3 layers (got 2)"),
+        (["--model", "gcn2", "--layers", "2", "--precision", "fp32"], "give --layers 3 or more"),
     ],
 )
 def test_a_bad_argument_is_one_line(
     qgnn_train: Train, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
 ) -> None:
     assert expected in error_of(qgnn_train(*arguments), capsys)
+
+
+def test_heads_divide_the_width_before_data_are_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_module, "load", lambda *_: pytest.fail("loaded"))
+    message = error_of(main(["train", "--model", "gat", "--hidden", "10"]), capsys)
+    assert "--model gat expects a multiple of 4, its number of heads (got --hidden 10); give --hidden 12" in message
 
 
 def test_a_missing_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 
+from qgnn import summary
 from qgnn.cli import provenance, report
 from qgnn.cli import train as train_module
 from qgnn.cli.args import MODELS, build_parser
@@ -153,6 +154,15 @@ def test_all_precisions_start_from_the_same_weights() -> None:
         fp32, int8 = states
         assert fp32.keys() == int8.keys()
         assert all(torch.equal(value, int8[key]) for key, value in fp32.items()), model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_layer_of_the_logits_alone_stays_in_full_precision(name: str) -> None:
+    rows = summary(make_model(name, 16, 4, Recipe(hidden=16, layers=4), parse_precision("int8")))
+    last = "last" if name == "gcn2" else "convs.3"
+    layers = rows.kept + rows.converted
+    assert rows.kept == [layer for layer in layers if layer.split(".nn")[0] == last] != []
+    assert {layer.split(".nn")[0] for layer in rows.converted} >= {"convs.0", "convs.1"}
 
 
 @pytest.mark.parametrize("model", MODELS)

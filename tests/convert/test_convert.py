@@ -1,6 +1,7 @@
 """quantize_ and revert_: which layers change, what stays, and what is refused."""
 
 import copy
+import pickle
 from functools import partial
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch_geometric import nn as pyg
+from torch_geometric.explain.algorithm.utils import set_masks
 
 from model_cases import CLASSES, EDGES, HIDDEN, K, N
 from qgnn import QConfig, quantize_, revert_, summary, trace
@@ -48,9 +50,10 @@ def formats(model: nn.Module) -> dict[str, str | None]:
 
 def test_every_quantized_layer_has_the_layer_that_it_stands_for() -> None:
     layers = [cls for cls in vars(qnn).values() if isinstance(cls, type) and issubclass(cls, Quantized)]
-    assert set(COUNTERPARTS.values()) == set(layers)
-    for theirs, ours in COUNTERPARTS.items():
-        assert ours is getattr(qnn, f"Q{theirs.__name__}")
+    assert {ours: theirs for theirs, ours in COUNTERPARTS.items() if theirs is not nn.Linear} == {
+        ours: getattr(pyg, ours.__name__.removeprefix("Q")) for ours in layers
+    }
+    assert issubclass(COUNTERPARTS[nn.Linear], nn.Linear)
 
 
 def test_conversion_changes_classes_and_nothing_else() -> None:
@@ -163,6 +166,60 @@ def test_last_layer_stays_in_full_precision() -> None:
     assert summary(quantize_(Net(), {"head": INT8, "*": INT8})).kept == []  # named by itself
 
 
+def test_reason_for_the_last_layer_claims_no_more_than_is_known() -> None:
+    assert summary(quantize_(pyg.GCN(K, HIDDEN, 2), INT8))["convs.1"].reason == "feeds the class softmax (keep_last)"
+    for model in (Net(), nn.Sequential(nn.Linear(K, K), pyg.GCN(K, HIDDEN, 2))):
+        table = summary(quantize_(model, INT8))
+        assert [table[name].reason for name in table.kept] == ["last of the layers (keep_last)"]
+
+
+def test_nothing_in_front_stays_in_full_precision_for_an_end_that_is_no_layer() -> None:
+    model = pyg.GCN(K, HIDDEN, 2)
+    model.convs[1] = type("Own", (pyg.GCNConv,), {})(HIDDEN, HIDDEN)
+    del model.convs[1].lin  # which would be a layer
+    assert summary(quantize_(nn.Sequential(nn.Linear(K, K), model), INT8)).kept == []
+
+
+def test_layers_whose_weights_torch_reads_are_left_alone() -> None:
+    """torch's encoder hands its weights to a fused kernel in eval mode, which would be full precision in silence."""
+    model = nn.ModuleList([nn.TransformerEncoderLayer(8, 2), nn.TransformerDecoderLayer(8, 2), nn.Linear(8, 8)])
+    table = summary(quantize_(model, INT8, keep_last=False))
+    assert table.converted == ["2"]
+    assert table["0.linear1"].reason == (
+        "part of a TransformerEncoderLayer, whose fast path reads its weights instead of calling it"
+    )
+    assert type(model[1].linear2) is nn.Linear
+
+
+def test_complex_layer_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(K, K, dtype=torch.complex64), nn.Linear(K, K))
+    assert summary(quantize_(model, INT8))["0"].reason == "complex weights"
+    assert model[0](torch.ones(2, K, dtype=torch.complex64)).is_complex()
+
+
+@pytest.mark.parametrize("attach", ["hook", "parametrization", "explainer"])
+def test_summary_tells_what_runs_in_full_precision_for_attached_code(attach: str) -> None:
+    conv: Any = quantize_(pyg.SAGEConv(K, HIDDEN), INT8)
+    assert (summary(conv)[""].what, summary(conv)[""].note) == ("int8", None)
+    if attach == "hook":
+        conv.lin_l.register_forward_hook(lambda *_: None)
+    elif attach == "parametrization":
+        nn.utils.parametrizations.weight_norm(conv.lin_l)
+    else:
+        set_masks(conv, torch.zeros(EDGES.shape[1]), EDGES)
+    with trace() as record:
+        conv(torch.randn(N, K), EDGES)
+    assert "messages.forward" in record.ops
+    assert summary(conv)[""].what == "fp32"
+    assert str(summary(conv)[""].note).startswith("runs on PyG's path in full precision")
+
+
+@pytest.mark.parametrize("config", [{"re:[": None, "*": INT8}, QConfig(keep_fp32=("re:[",))])
+def test_pattern_that_is_no_regular_expression_is_refused(config: Any) -> None:
+    with pytest.raises(ValueError, match=r"expects a regular expression behind 're:' \(got 're:\[': unterminated"):
+        quantize_(Net(), config)
+
+
 def test_layer_used_twice_is_converted_once() -> None:
     model = Net()
     model.again = model.blocks["a"]
@@ -177,16 +234,22 @@ def test_layer_used_twice_is_converted_once() -> None:
 
 @pytest.mark.parametrize("cls", [nn.Linear, pyg.Linear])
 def test_dense_layer_comes_back_as_what_it_was(cls: type[nn.Module]) -> None:
-    layer = cls(K, 3)
+    layer: Any = cls(K, 3)
+    layer.in_channels, layer.weight_initializer, layer.config = K, "mine", "mine too"
     before, text = dict(vars(layer)), repr(layer)
     quantize_(layer, INT8)
-    assert type(layer) is qnn.QLinear
-    assert repr(layer).startswith(f"QLinear({K}, 3, bias=True, config=QConfig(")
+    assert isinstance(layer, cls)  # what goes by class, as initializations and groups of parameters do, finds it
+    assert repr(layer).startswith(f"Q{text[:-1]}, config=QConfig(")
+    assert summary(layer)[""].layer == "QLinear"
+    assert layer.weight_initializer == "mine"
+    assert torch.equal(pickle.loads(pickle.dumps(layer)).weight, layer.weight)
+    quantize_(layer, INT4)
+    layer.weight_initializer = None
     torch.manual_seed(5)
     layer.reset_parameters()
     weight = layer.weight.detach().clone()
     assert repr(revert_(layer)) == text
-    assert vars(layer) == before
+    assert vars(layer) == {**before, "weight_initializer": None}
     torch.manual_seed(5)
     layer.reset_parameters()
     assert torch.equal(layer.weight, weight)
@@ -242,9 +305,13 @@ def test_layers_that_were_built_quantized_are_configured_and_stay() -> None:
     model = nn.ModuleList([qnn.QGCNConv(K, K, config=None, epilogue=epilogue), nn.Linear(K, K)])
     quantize_(model, INT4)
     assert (model[0].config, model[0].epilogue) == (INT4, epilogue)
+    quantize_(model, INT8, lambda _, name: name == "1")
+    assert model[0].config is None  # left alone: as it was built
+    quantize_(model, INT8)
+    assert model[0].config == INT8
     revert_(model)
     assert (type(model[0]), type(model[1])) == (qnn.QGCNConv, nn.Linear)
-    assert model[0].epilogue == epilogue
+    assert (model[0].config, model[0].epilogue) == (None, epilogue)
     assert "_conversion" not in vars(model[0])
 
 

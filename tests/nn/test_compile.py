@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from graphs import GRAPHS
 from layer_cases import assert_equal_pass, assert_same_pass, passes
 from qgnn import Graph, QConfig, functional, trace
-from qgnn.nn import QGCNConv, QLinear
+from qgnn.nn import QGCNConv, QLinear, QSAGEConv
 
 K, M = 20, 8
 CONFIGS = {"fp32": None, "int8": QConfig()}
@@ -112,6 +112,17 @@ def test_gcn_conv_compiles_with_a_graph(config: str) -> None:
         edge_index, num_nodes = GRAPHS[name]
         edge_index = edge_index[:, edge_index[0] != edge_index[1]]
         both(conv, run, torch.randn(num_nodes, K), Graph.from_edge_index(edge_index, num_nodes))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_bipartite_layer_compiles_once_for_all_sizes(config: str) -> None:
+    conv = QSAGEConv((K, K), M, config=CONFIGS[config]).eval()
+    run, counter = compiled(conv)
+    for num_sources, num_targets in ((10, 7), (13, 9), (20, 20)):
+        edge_index = torch.stack([torch.randint(n, (40,)) for n in (num_sources, num_targets)])
+        rows = torch.randn(num_sources, K), torch.randn(num_targets, K)
+        torch.testing.assert_close(run(rows, edge_index), conv(rows, edge_index), rtol=1e-5, atol=1e-5)
     assert counter.frame_count == 1
 
 

@@ -50,7 +50,11 @@ def test_gcn2_conv_takes_quantized_initial_features(shared: bool) -> None:
     _, ours = pair(NEAREST, alpha=0.3, theta=0.5, layer=1, shared_weights=shared)
     x, x_0 = inputs()
     constant = functional.quantize(x_0, NEAREST)
-    assert torch.equal(ours(x, constant, EDGES), ours(x, constant.dequantize(), EDGES))
+    with trace() as record:
+        out = ours(x, constant, EDGES)
+    # x, and in each product its rows and its weight: the second one takes the codes as they are
+    assert record.ops["quantize.forward"]["calls"] == (3 if shared else 4)
+    torch.testing.assert_close(out, ours(x, constant.dequantize(), EDGES))
     q = functional.quantize(x_0, NEAREST, straight_through=True)
     assert torch.equal(ours(x, q, EDGES), ours(x, x_0, EDGES))  # the rows themselves are still there
     assert torch.autograd.grad(ours(x, q, EDGES).sum(), x_0)[0].any()

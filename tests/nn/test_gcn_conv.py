@@ -15,6 +15,7 @@ from graphs import GRAPHS
 from layer_cases import assert_equal_pass, assert_same_pass, passes
 from qgnn import Graph
 from qgnn.nn import QGCNConv
+from qgnn.nn.gcn_norm import GCNStructure
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -222,6 +223,18 @@ def test_gcn_conv_prepares_a_graph_once(monkeypatch: pytest.MonkeyPatch) -> None
     results = [passes(layer, x, edge_index) for layer in layers for _ in range(3)]
     assert len(built) == 1  # layers share it
     assert_equal_pass(results[0], results[2])
+
+
+def test_gcn_conv_normalizes_constant_weights_of_a_graph_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    original = GCNStructure.weighted
+    monkeypatch.setattr(GCNStructure, "weighted", lambda *args: built.append(1) or original(*args))
+    edge_index, num_nodes = GRAPHS["random"]
+    graph, weight = Graph.from_edge_index(edge_index, num_nodes), torch.rand(edge_index.shape[1])
+    _, ours = pair()
+    for _ in range(3):
+        ours(torch.randn(num_nodes, K), graph, weight)
+    assert len(built) == 1
 
 
 def test_gcn_conv_is_the_same_for_a_view_of_x() -> None:

@@ -1,10 +1,13 @@
 """What holds for every layer: without quantization it is PyG's, with it the error is that of int8."""
 
 import copy
+import gc
 import inspect
 import pickle
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +15,29 @@ from torch import Tensor, nn
 
 from graphs import GRAPHS
 from layer_cases import assert_equal_pass, assert_same_pass, passes
-from layers import LAYERS, K, exact_pair, learned
-from qgnn import QConfig, functional
+from layers import LAYERS, K, exact_pair, learned, no_args
+from qgnn import Graph, QConfig, functional
+from qgnn.weak_cache import _entries
 
 NEAREST = QConfig(rounding="nearest")
 ALL = pytest.mark.parametrize("name", LAYERS)
+TAKE_SETS = (
+    "gcn",
+    "gcn/weighted",
+    "sg",
+    "appnp",
+    "graph/weighted",
+    "graph/wide",
+    "cheb",
+    "sage",
+    "sage/max",
+    "gin",
+    "gine",
+)
+
+
+def detached(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(t.detach() if isinstance(t, Tensor) else t for t in args)
 
 
 def sqnr(actual: Tensor, expected: Tensor) -> float:
@@ -140,3 +161,62 @@ def test_layer_changes_none_of_its_inputs(name: str) -> None:
     before = [t.detach().clone() for t in tensors]
     passes(ours, x, edge_index, *args, extra=learned(args))
     assert all(torch.equal(t, copied) for t, copied in zip(tensors, before, strict=True))
+
+
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+@pytest.mark.parametrize("name", [name for name, layer in LAYERS.items() if layer.args is not no_args])
+def test_values_of_edges_stay_in_the_order_of_a_graph_s_edges(name: str, flow: str) -> None:
+    _, ours = exact_pair(name)
+    edge_index, num_nodes = GRAPHS["self_loops"]
+    x, args = torch.randn(num_nodes, K), LAYERS[name].args(edge_index, num_nodes)
+    graph, given = Graph.from_edge_index(edge_index, num_nodes), ours.flow
+    try:
+        ours.flow = flow
+        expected = passes(ours, x, edge_index, *args, extra=learned(args))
+        actual = passes(ours, x, graph, *args, extra=learned(args))
+        assert_same_pass(actual, expected, differences=LAYERS[name].cancelling)
+        constant = detached(args)
+        assert torch.equal(ours(x, graph, *constant), actual["out"])
+    finally:
+        ours.flow = given
+
+
+@ALL
+def test_layer_keeps_no_batch_alive(name: str) -> None:
+    """Whatever the layer remembers of a graph goes with the graph, and what it remembers of edges with them, though
+    features and the values of edges live on."""
+    ours = LAYERS[name].ours(NEAREST)
+    edge_index, num_nodes = GRAPHS["self_loops"]
+    x, args = torch.randn(num_nodes, K), detached(LAYERS[name].args(edge_index, num_nodes))
+    counts, graphs = [], []
+    for _ in range(3):
+        graph, edges = Graph.from_edge_index(edge_index, num_nodes), edge_index.clone()
+        graphs.append(weakref.ref(graph.csr.index))
+        for form in (graph, edges):
+            passes(ours, x, form, *args)
+        del graph, edges, form
+        gc.collect()
+        counts.append(len(_entries))
+    assert [graph() for graph in graphs] == [None] * 3
+    assert counts[1] == counts[2]
+
+
+@pytest.mark.parametrize("config", [NEAREST, None], ids=["int8", "fp32"])
+@pytest.mark.parametrize("name", TAKE_SETS)
+def test_sets_of_rows_are_rounded_on_their_own(name: str, config: QConfig | None) -> None:
+    """Sets of very different magnitude give what each gives alone, bit for bit, as constants and as hidden rows."""
+    ours = LAYERS[name].ours(config).eval()
+    edge_index, num_nodes = GRAPHS["power_law"]
+    args = detached(LAYERS[name].args(edge_index, num_nodes))
+    x = torch.randn(3, num_nodes, K) * torch.tensor([1.0, 1e4, 1e-4]).view(-1, 1, 1)
+    for rows in (x, x.clone().requires_grad_()):
+        for out, alone in zip(ours(rows, edge_index, *args), rows.unbind(), strict=True):
+            expected = ours(alone, edge_index, *args)
+            if config is None:  # a product's library sums rows of another number in another order
+                torch.testing.assert_close(out, expected)
+            else:
+                assert torch.equal(out, expected)
+    assert ours(x[:0], edge_index, *args).shape == (0, *ours(x[0], edge_index, *args).shape)
+    codes = functional.quantize(x, NEAREST)
+    for out, alone in zip(ours(codes, edge_index, *args), codes.unbind(), strict=True):
+        torch.testing.assert_close(out, ours(alone, edge_index, *args))

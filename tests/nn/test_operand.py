@@ -122,3 +122,16 @@ def test_codes_go_with_the_constant_that_they_were_made_of() -> None:
     del x
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # checks of shapes, which a trace fixes
+def test_a_traced_layer_has_no_codes_of_its_example() -> None:
+    layer, x, other = QLinear(K, M).eval(), torch.randn(N, K), torch.randn(N, K)
+    layer(x)
+    traced = torch.jit.trace(layer, (x,))
+    assert torch.equal(traced(other), layer(other))
+
+
+def test_a_layer_can_be_mapped_over_a_batch() -> None:
+    layer, x = QLinear(K, M, config=NEAREST), torch.randn(3, N, K)
+    assert torch.equal(torch.func.vmap(layer)(x), torch.stack([layer(rows) for rows in x]))

@@ -136,3 +136,14 @@ def test_layer_names_what_it_cannot_take(name: str) -> None:
         ours(torch.randn(shape), *rest, EDGES)
     with pytest.raises(ValueError, match="expects source indices from 0 to 2 "):
         ours(torch.randn(3, K), *rest, EDGES)
+
+
+@BATCHED
+def test_nodes_may_lie_along_another_dimension(name: str) -> None:
+    layer = LAYERS[name]
+    theirs, ours = type(layer)(layer.name, {**layer.options, "node_dim": 0}, sizes=layer.sizes).pair(NEAREST)
+    x = torch.randn(N, 3, K)
+    assert_same_pass(passes(ours, x, EDGES), passes(theirs, x, EDGES))
+    with trace() as record:
+        ours(x[:, 0], EDGES)
+    assert record.ops["spmm.forward"]["format"] == "int8"

@@ -226,15 +226,16 @@ def test_rows_may_be_their_own_residual(kind: str | None) -> None:
 
 
 @EVERY
-def test_gradients_of_rows_and_residual_are_no_views_of_each_other(kind: str | None) -> None:
+@pytest.mark.parametrize("shape", [(N, WIDTH), (2, 3, WIDTH), (WIDTH,)])
+def test_gradients_of_rows_and_residual_are_no_views_of_each_other(kind: str | None, shape: tuple[int, ...]) -> None:
     """They are one tensor in the backward pass. A second one adds to those there are."""
-    x, residual = (torch.randn(N, WIDTH, requires_grad=True) for _ in range(2))
-    upstream = torch.randn(N, WIDTH)
-    activation(x, kind, residual=residual).backward(upstream)
+    x, residual = (torch.randn(shape, requires_grad=True) for _ in range(2))
+    upstream = torch.randn(shape)
+    (activation(x, kind, residual=residual) * upstream).sum().backward()
     first = x.grad.clone()
     x.grad.zero_()
     assert torch.equal(residual.grad, first)
-    activation(x, kind, residual=residual).backward(upstream)
+    (activation(x, kind, residual=residual) * upstream).sum().backward()
     assert torch.equal(x.grad, first)
     assert torch.equal(residual.grad, 2 * first)
 
