@@ -16,6 +16,10 @@ from qgnn.rng import make_seed
 
 def draw_seed(config: QConfig, seed: int | Tensor | None, x: Tensor) -> Tensor | None:
     """The seed of a call, or ``None`` to round to nearest."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError(
+            "'torch.func' does not transform integer operands; use 'torch.autograd.grad', or config=None"
+        )
     return make_seed(seed, x.device) if config.stochastic else None
 
 

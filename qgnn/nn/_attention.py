@@ -98,12 +98,13 @@ class AttentionConv(QuantizedConv):
             )
         return pair
 
-    def codes_of(self, x: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Both entries of ``x`` as the layer's products take them, rounded once."""
+    def codes_of(self, x: tuple[Any, Any], target: bool = True) -> tuple[Any, Any]:
+        """Both entries of ``x`` as the layer's products take them, rounded once; rows of targets of their own are left
+        as they are unless something reads the codes of the ``target``."""
         first = operand(x[0], self.active, shared=True)
         if x[1] is None or x[1] is x[0]:
             return first, None if x[1] is None else first
-        return first, operand(x[1], self.active, shared=True)
+        return first, operand(x[1], self.active, shared=True) if target else x[1]
 
     def heads_of(self, linear: Any, x: Tensor | QTensor) -> Tensor:
         """A row a head of each node, ``[N, H, D]``."""
@@ -195,13 +196,13 @@ def score_product(x: Tensor | QTensor, codes: Tensor | QTensor, weight: Tensor) 
 
     Args:
         x: Rows.
-        codes: The same as the other products take them.
+        codes: The same as the other products take them; kept if they are multiples of one scale a row.
         weight: Of :func:`score_weight`.
     """
     value = float_rows(x)
     if torch.compiler.is_compiling():  # which decides what is kept
         return value.to(weight.dtype) @ weight.t()
-    if isinstance(codes, Tensor):
+    if isinstance(codes, Tensor) or codes.zero is not None or codes.scale.shape[1] != 1:
         return _ScoreProduct.apply(value, weight, value, None)
     return _ScoreProduct.apply(value, weight, codes.codes, codes.scale)
 
@@ -214,25 +215,25 @@ class _ScoreProduct(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, kept, scale = inputs
-        ctx.save_for_backward(weight, kept, scale)
+        ctx.save_for_backward(weight, *((kept, scale) if ctx.needs_input_grad[1] else (None, None)))
         ctx.dtype = x.dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, kept, scale = ctx.saved_tensors
-        dx, d_weight = _ScoreGradients.apply(grad, weight, kept, scale, ctx.dtype, *ctx.needs_input_grad[:2])
+        dx, d_weight = _ScoreGradients.apply(grad, weight, kept, scale, ctx.dtype, ctx.needs_input_grad[0])
         return dx, d_weight, None, None
 
 
 class _ScoreGradients(torch.autograd.Function):
     @staticmethod
     def forward(
-        grad: Tensor, weight: Tensor, kept: Tensor, scale: Tensor | None, dtype: torch.dtype, *needs: bool
+        grad: Tensor, weight: Tensor, kept: Tensor | None, scale: Tensor | None, dtype: torch.dtype, needs_dx: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         with without_autocast(grad.device.type):
-            dx = (grad @ weight).to(dtype) if needs[0] else None
+            dx = (grad @ weight).to(dtype) if needs_dx else None
             scaled = grad if scale is None else grad * scale
-            return dx, scaled.t() @ kept.to(grad.dtype) if needs[1] else None
+            return dx, None if kept is None else scaled.t() @ kept.to(grad.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

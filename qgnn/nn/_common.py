@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import type_before_parametrizations
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
@@ -157,7 +158,7 @@ def aggregate(
 
 def initialize_lazy(linear: nn.Module, x: Tensor | QTensor) -> None:
     """Give a weight of unknown input width its shape, as the linear module's own forward would."""
-    if isinstance(linear, Linear) and isinstance(linear.weight, UninitializedParameter):
+    if isinstance(linear, Linear) and isinstance(linear._parameters.get("weight"), UninitializedParameter):
         linear.initialize_parameters(None, (x.codes if isinstance(x, QTensor) else x,))
 
 
@@ -177,12 +178,16 @@ def has_custom_messages(conv: MessagePassing, base: type[nn.Module]) -> bool:
     """Whether code is attached to the messages of ``conv``: an explainer, hooks, or a method that is not ``base``'s."""
     if conv.explain or conv.decomposed_layers > 1 or any(getattr(conv, name, None) for name in _MESSAGE_HOOKS):
         return True
-    return any(getattr(type(conv), name, None) is not getattr(base, name, None) for name in _MESSAGE_METHODS)
+    return any(
+        name in vars(conv) or getattr(type(conv), name, None) is not getattr(base, name, None)
+        for name in _MESSAGE_METHODS
+    )
 
 
 def is_custom(linear: Any) -> bool:
-    """Whether a dense layer is another than PyG's plain one, or has hooks besides PyG's own for lazy weights."""
-    if type(linear) is not Linear:
+    """Whether a dense layer is another than PyG's plain one, whose weight may be parametrized, or has hooks besides
+    PyG's own for lazy weights."""
+    if type_before_parametrizations(linear) is not Linear or "forward" in vars(linear):
         return True
     lazy = getattr(linear, "_hook", None)
     own = {lazy.id} if lazy is not None else set()

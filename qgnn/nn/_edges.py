@@ -149,9 +149,8 @@ def edges_with_loops(
         def features() -> Tensor:
             return looped.features(given, fill_value)
 
-        of_values = isinstance(fill_value, Tensor)  # which no key can stand for
-        of_edges = ("features with loops", fill_value, *key)
-        edge_attr = features() if of_values else cached((given, *tensors), of_edges, features)
+        values, fill = _keys(fill_value)
+        edge_attr = cached((given, *tensors, *values), ("features with loops", fill, *key), features)
     adjacency = None
     if exact:
         adjacency = given_edges(looped.graph)
@@ -173,6 +172,10 @@ def matrix_with_loops(matrix: Any, fill_value: Any) -> Any:
         own = matrix.coalesce() if matrix.layout == torch.sparse_coo else matrix
         return add_self_loops(remove_self_loops(own)[0], None, fill_value)[0]
 
-    if isinstance(fill_value, Tensor):
-        return build()
-    return cached(identity(matrix, weights=True), ("matrix with loops", fill_value), build)
+    values, fill = _keys(fill_value)
+    return cached((*identity(matrix, weights=True), *values), ("matrix with loops", fill), build)
+
+
+def _keys(fill_value: Any) -> tuple[tuple[Tensor, ...], Any]:
+    """What stands for ``fill_value`` in a cache: a tensor, or what else can be compared."""
+    return ((fill_value,), None) if isinstance(fill_value, Tensor) else ((), fill_value)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch_geometric.nn.conv import MessagePassing
 
 from qgnn import trace
@@ -81,6 +83,11 @@ class Quantized:
         """Add a bias and other rows, and apply the whole epilogue: one pass."""
         return activate(out, self.applied, self.training, self.active, bias=bias, residual=residual)
 
+    def __prepare_scriptable__(self) -> Any:
+        raise TypeError(
+            f"'{type(self).__name__}' cannot be compiled by 'torch.jit.script'; use 'torch.compile' or 'torch.export'"
+        )
+
     def __repr__(self) -> str:
         epilogue = "" if self.applied is None else f", epilogue={self.applied}"
         return f"{super().__repr__()[:-1]}, config={self.config}{epilogue})"
@@ -128,15 +135,15 @@ class QuantizedConv(Quantized):
         """Whether nodes lie along another dimension of ``x`` than the last but one."""
         return self.node_dim not in (-2, len(x.shape) - 2)
 
-    def messages(self, *args: Any, **kwargs: Any) -> Any:
+    def messages(self, *args: Any) -> Any:
         """PyG's own path, in full precision, and the epilogue behind it."""
-        if any(isinstance(arg, Graph) for arg in (*args, *kwargs.values())):
+        if any(isinstance(arg, Graph) for arg in args):
             raise ValueError(
                 f"'{type(self).__name__}' expects 'edge_index' as a tensor where PyG's own path has to run: with an "
                 f"explainer, hooks, or an aggregation of its own (got a Graph)"
             )
         args = tuple(_dequantized(arg) for arg in args)
-        out = self.pyg.forward(self, *args, **kwargs)
+        out = self.pyg.forward(self, *args)
         first = out[0] if isinstance(out, tuple) else out
         if not torch.compiler.is_compiling() and trace.recording():
             fmt = str(first.dtype).removeprefix("torch.")
@@ -150,10 +157,18 @@ def _without_autocast(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with without_autocast("cpu"), without_autocast("cuda"):
+        with without_autocast("cpu"), without_autocast("cuda"), _made_once(self):
             return forward(self, *args, **kwargs)
 
     return run
+
+
+def _made_once(layer: nn.Module) -> AbstractContextManager[Any]:
+    """Where parametrized weights are made at the first of several reads, as PyG's layers read them: some, such as those
+    of spectral norm, change with each."""
+    if any(parametrize.is_parametrized(part) for part in (layer, *layer.children())):
+        return parametrize.cached()
+    return nullcontext()
 
 
 def _dequantized(x: Any) -> Any:

@@ -68,10 +68,10 @@ class PropagationConv(QuantizedConv):
             mean=self.reduce == "mean",
         )
 
-    def messages(self, *args: Any, **kwargs: Any) -> Any:
+    def messages(self, *args: Any) -> Any:
         """PyG's own path, in full precision."""
         try:
-            return super().messages(*args, **kwargs)
+            return super().messages(*args)
         finally:
             self._forget()
 

@@ -118,7 +118,9 @@ class QGATConv(AttentionConv, GATConv):
             return self.messages(x, edge_index, edge_attr, size, return_attention_weights)
         x, config = self.pair_of(x), self.active
         lins = (self.lin_src, self.lin_dst) if self.lin is None else (self.lin, self.lin)
-        codes, num_nodes = self.codes_of(x), self.sizes_of(x, size)
+        # The residual takes the codes of targets, and a backward pass, for which they are kept in place of the rows.
+        codes = self.codes_of(x, target=self.res is not None or torch.is_grad_enabled())
+        num_nodes = self.sizes_of(x, size)
         rows = self.heads_of(lins[0], codes[0])
         score_source, score_target = self._scores(x, codes, lins, num_nodes[1])
         edges = self.edges_of(

@@ -34,7 +34,8 @@ class QGINConv(NeighborConv, GINConv):
         config: How to quantize the sum; ``None`` is full precision through the same kernels.
         epilogue: What to apply to the result of ``nn``.
         **kwargs: Further arguments of :class:`torch_geometric.nn.MessagePassing`. ``aggr`` may be ``"mean"``, ``"max"``
-            or ``"min"``, too; others run on PyG's path in full precision, which :attr:`note` tells.
+            or ``"min"``, too; the gradient of a maximum or minimum of equal rows goes to the first edge's, where PyG's
+            layer splits it evenly. Others run on PyG's path in full precision, which :attr:`note` tells.
 
     Shapes:
         - **input:** node features ``[N, F_in]`` or ``[B, N, F_in]`` (a tensor or a :class:`qgnn.QTensor`), or a pair

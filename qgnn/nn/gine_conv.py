@@ -10,10 +10,12 @@ from torch_geometric.nn.conv import GINEConv
 
 from qgnn import functional
 from qgnn.config import QConfig
+from qgnn.graph import Graph, identity, kind_of, to_edges
 from qgnn.nn._common import by_set, float_rows, initialize_lazy, operand
 from qgnn.nn._neighbors import NeighborConv, add_root
 from qgnn.nn.epilogue import Epilogue
 from qgnn.qtensor import QTensor
+from qgnn.weak_cache import cached
 
 
 class QGINEConv(NeighborConv, GINEConv):
@@ -40,7 +42,7 @@ class QGINEConv(NeighborConv, GINEConv):
             on PyG's path in full precision, which :attr:`note` tells.
 
     Shapes:
-        - **input:** as :class:`QGINConv`, and features of edges ``[E, D]``
+        - **input:** as :class:`QGINConv`, and features of edges ``[E, D]``, which may also be the values of a matrix
         - **output:** ``[N, F_out]``, ``[B, N, F_out]`` or ``[T, F_out]``, of ``x``'s type
 
     Raises:
@@ -79,6 +81,7 @@ class QGINEConv(NeighborConv, GINEConv):
         """Convolve ``x`` over the graph."""
         if self.takes_messages(x, *(() if self.lin is None else (self.lin,))):
             return self.messages(x, edge_index, edge_attr, size)
+        edge_index, edge_attr = _with_values(edge_index, edge_attr)
         source, target, graph = self.ends(x, edge_index, size)
         edge_rows = self._edge_rows(edge_attr, graph.num_edges, source.shape[-1]).to(source.dtype)
 
@@ -110,3 +113,16 @@ class QGINEConv(NeighborConv, GINEConv):
                 f"give the size of 'edge_attr' as 'edge_dim', and 'nn' the size of 'x'"
             )
         return edge_attr
+
+
+def _with_values(edges: Any, edge_attr: Tensor | None) -> tuple[Any, Tensor | None]:
+    """Edges and their features: in place of ``None``, rows that a matrix has for values, as PyG takes them."""
+    if kind_of(edges) not in ("sparse matrix", "torch_sparse"):
+        return edges, edge_attr
+    edge_index, value = to_edges(edges)
+    if value is None or value.dim() != 2:
+        return edges, edge_attr
+    num_nodes = (edges.size(1), edges.size(0))
+    key = ("edges of a matrix", num_nodes, False)
+    graph = cached(identity(edges, weights=False), key, lambda: Graph.from_edge_index(edge_index, num_nodes))
+    return graph, value if edge_attr is None else edge_attr

@@ -23,7 +23,8 @@ class QGraphConv(NeighborConv, GraphConv):
 
     A :class:`torch_geometric.nn.GraphConv` with the same parameters and state dict. It differs from
     :class:`QSAGEConv` in its edge weights, which stay full precision and may need a gradient; what is said there of
-    order, rounding and aggregations holds here too. A mean divides by the number of edges, not by their weights.
+    order, rounding, aggregations and the gradient of equal terms holds here too. A mean divides by the number of edges,
+    not by their weights.
 
     Args:
         in_channels: Size of each input row, a pair of sizes of source and target rows, or ``-1`` for what is taken from

@@ -30,8 +30,9 @@ class QRGCNConv(PropagationConv, RGCNConv):
     One aggregation serves all relations: it sums into a row for each target and relation, ``[T * R, F]``. One product
     with all weights follows, whose rows are ``R * F`` wide, up to 131,072 with a ``config``; what is kept of them for
     the backward pass is int8, where PyG keeps fp32. With ``num_blocks`` the products with the small blocks are full
-    precision, and so are maxima and minima: rounding would change which row is the largest. A
-    :class:`torch_geometric.nn.RGCNConv` with the same parameters and state dict.
+    precision, and so are maxima and minima: rounding would change which row is the largest. The gradient of equal terms
+    goes to the first of them, where PyG's layer splits it evenly. A :class:`torch_geometric.nn.RGCNConv` with the same
+    parameters and state dict.
 
     The graph is sorted once for edges and their types, and remembered while both live unchanged. Without features, or
     with node numbers in their place, the layer looks weights up on PyG's own path, in full precision.
@@ -100,8 +101,14 @@ class QRGCNConv(PropagationConv, RGCNConv):
     @property
     def note(self) -> str | None:
         """What a summary says about this layer beyond its config, or None."""
-        looked_up = "weights of node numbers are looked up in full precision"
-        return super().note or (None if self.config is None else looked_up)
+        pyg = super().note
+        if self.config is None or pyg is not None:
+            return pyg
+        exact = [
+            *(["maxima" if self.reduce == "max" else "minima"] if self.reduce in ("max", "min") else []),
+            *([] if self.num_blocks is None else ["products with blocks"]),
+        ]
+        return f"{' and '.join(exact)} run in full precision" if exact else None
 
     def forward(self, x: Any, edge_index: Any, edge_type: Tensor | None = None) -> Tensor:
         """Convolve ``x`` over the edges of each relation."""
@@ -135,7 +142,7 @@ class QRGCNConv(PropagationConv, RGCNConv):
         weight: Tensor = self.weight
         if self.num_blocks is not None:
             blocks = rows.view(num_targets, R, *weight.shape[1:3])
-            return torch.einsum("trbf,rbfm->tbm", blocks, weight).reshape(num_targets, self.out_channels)
+            return torch.einsum("trbf,rbfm->tbm", blocks, weight.to(rows.dtype)).reshape(num_targets, self.out_channels)
         if self.num_bases is not None:
             weight = self.comp @ weight.view(self.num_bases, -1)
         weight = weight.reshape(R * F, self.out_channels)

@@ -29,7 +29,8 @@ class QSAGEConv(NeighborConv, SAGEConv):
     stay fp32. A :class:`torch_geometric.nn.SAGEConv` with the same parameters and state dict.
 
     Of a sum or mean, the product comes first where it makes rows narrower (``out_channels <= in_channels``), with int8
-    rows in between. A maximum or minimum is one of the rounded rows, and its gradient goes, unrounded, to that row.
+    rows in between. A maximum or minimum is one of the rounded rows, and its gradient goes, unrounded, to that row:
+    of equal rows to the first edge's, where PyG's layer splits it evenly.
     Other aggregations, such as ``"lstm"``, lists of several and :mod:`torch_geometric.nn.aggr` modules, run on PyG's
     path in full precision whatever ``config`` says, which :attr:`note` tells.
 

@@ -149,3 +149,23 @@ def test_other_aggregations_run_on_the_path_of_pyg_and_say_so() -> None:
     assert median.note == "aggregation 'median' runs on PyG's path in full precision"
     out: Tensor = median(x, EDGES)
     torch.testing.assert_close(out, GINConv(nn.Identity(), aggr="median")(x, EDGES))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_gine_conv_takes_the_rows_of_a_matrix_as_features(layout: str) -> None:
+    edge_index = torch.unique(EDGES.flip(0), dim=1)  # sorted, a row for each target
+    edge_attr = torch.randn(edge_index.shape[1], 3, requires_grad=True)
+
+    def matrix() -> Tensor:
+        if layout == "coo":
+            return torch.sparse_coo_tensor(edge_index, edge_attr, (N, N, 3), is_coalesced=True)
+        pointers = torch.searchsorted(edge_index[0].contiguous(), torch.arange(N + 1))
+        return torch.sparse_csr_tensor(pointers, edge_index[1], edge_attr.detach(), (N, N, 3))
+
+    extra = (edge_attr,) if layout == "coo" else ()  # one in CSR hands no gradient on
+    theirs, conv = gine_pair(None, edge_dim=3)
+    x = torch.randn(N, 16)
+    expected = passes(theirs, x, matrix(), extra=extra)
+    assert_same_pass(passes(conv, x, matrix(), extra=extra), expected)
+    assert_same_pass(passes(conv, x, edge_index.flip(0), edge_attr, extra=extra), expected)

@@ -10,7 +10,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.nn import RGCNConv
 
 from graphs import GRAPHS, RECTANGULAR
-from layer_cases import assert_same_pass, kept_bytes, passes
+from layer_cases import assert_same_pass, kept_bytes, passes, relative_error
 from qgnn import Graph, QConfig, functional, trace
 from qgnn.nn import Epilogue, QRGCNConv
 
@@ -101,7 +101,27 @@ def test_rgcn_conv_looks_node_numbers_up_as_pyg_does(config: QConfig | None) -> 
         torch.testing.assert_close(ours(None, EDGES, edge_type), expected.relu())
     assert "messages.forward" in record.ops
     assert "spmm.forward" not in record.ops
-    assert ours.note == ("weights of node numbers are looked up in full precision" if config else None)
+
+
+def test_rgcn_conv_notes_what_runs_in_full_precision() -> None:
+    assert QRGCNConv(K, M, R).note is None
+    assert QRGCNConv(K, M, R, aggr="max", num_blocks=4, config=None).note is None
+    assert QRGCNConv(K, M, R, aggr="min").note == "minima run in full precision"
+    both = QRGCNConv(K, M, R, aggr="max", num_blocks=4)
+    assert both.note == "maxima and products with blocks run in full precision"
+
+
+@pytest.mark.parametrize("config", [None, NEAREST], ids=["fp32", "int8"])
+def test_blocks_of_rgcn_conv_take_the_type_of_rows(config: QConfig | None) -> None:
+    _, ours = pair(config, num_blocks=4)
+    x, edge_type = torch.randn(N, K), types(EDGES)
+    expected = ours(x, EDGES, edge_type)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        out = ours(x.to(dtype), EDGES, edge_type)
+        assert out.dtype == dtype
+        # x, sums, weight, products, root and result are rounded; and both sides to int8, each within 34 dB
+        allowed = 6 * torch.finfo(dtype).eps + 1e-5 + (0 if config is None else 2 * 10 ** (-34 / 20))
+        assert relative_error(out, expected) < allowed
 
 
 @pytest.mark.parametrize(
