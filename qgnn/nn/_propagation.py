@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from qgnn.config import QConfig
 from qgnn.graph import Graph
@@ -39,19 +39,19 @@ class PropagationConv(QuantizedConv):
         """The aggregation as :func:`functional.spmm` calls it; ``None`` for one that takes PyG's own path."""
         return self.reduces.get(self.aggr) if isinstance(self.aggr, str) else None
 
-    def takes_messages(self, x: Any, *linears: nn.Module) -> bool:
-        """Whether PyG's own path has to run."""
-        elsewhere = not isinstance(x, (tuple, list)) and self.nodes_elsewhere(x)
-        return self.reduce is None or self.needs_messages(*linears) or elsewhere
-
     def check_rows(self, x: Tensor | QTensor, batched: bool = True) -> None:
-        """Raise unless ``x`` is one tensor of node features."""
+        """Raise unless ``x`` is one tensor of node features, with nodes where they are expected."""
         name = type(self).__name__
         if isinstance(x, (tuple, list)):
             raise ValueError(f"'{name}' expects one tensor of node features (got {len(x)}); it is no bipartite layer")
         if len(x.shape) != 2 and not (batched and len(x.shape) == 3):
             shapes = "[N, F] or [B, N, F]" if batched else "[N, F]"
             raise ValueError(f"'{name}' expects 'x' of shape {shapes} (got {list(x.shape)})")
+        if self.nodes_elsewhere(x):
+            raise ValueError(
+                f"'{name}' expects nodes along the last but one dimension of 'x' (got node_dim={self.node_dim} for "
+                f"{list(x.shape)}); transpose 'x', as PyG's layer multiplies its weights along that dimension too"
+            )
 
     def normalized(self: Any, x: Tensor | QTensor, edge_index: Any, edge_weight: Tensor | None) -> Graph:
         """The graph to aggregate over, with the weights that PyG's ``gcn_norm`` gives it."""

@@ -74,9 +74,8 @@ class QAPPNP(PropagationConv, APPNP):
     def forward(self, x: Tensor | QTensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Propagate ``x`` over ``K`` steps."""
         reduce, config = self.reduce, self.active
-        if self.takes_messages(x):
+        if reduce is None or self.needs_messages():
             return self.messages(x, edge_index, edge_weight)
-        assert reduce is not None
         self.check_rows(x)
         graph, weight = self.normalized(x, edge_index, edge_weight), None
         drop = self.dropout if self.training else 0

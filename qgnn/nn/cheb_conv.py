@@ -86,7 +86,7 @@ class QChebConv(PropagationConv, ChebConv):
         lambda_max: Tensor | float | None = None,
     ) -> Tensor:
         """Filter ``x`` on the graph."""
-        if self.takes_messages(x, *self.lins):
+        if self.reduce is None or self.needs_messages(*self.lins):
             return self.messages(x, edge_index, edge_weight, batch, lambda_max)
         self.check_rows(x)
         graph = self._laplacian(x, edge_index, edge_weight, batch, lambda_max)

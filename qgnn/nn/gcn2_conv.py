@@ -82,9 +82,8 @@ class QGCN2Conv(PropagationConv, GCN2Conv):
     ) -> Tensor:
         """Convolve ``x`` over the graph and mix ``x_0`` in."""
         reduce, config = self.reduce, self.active
-        if self.takes_messages(x):
+        if reduce is None or self.needs_messages():
             return self.messages(x, x_0, edge_index, edge_weight)
-        assert reduce is not None
         self.check_rows(x, batched=False)
         graph = self.normalized(x, edge_index, edge_weight)
         out = functional.spmm(graph, operand(x, config), reduce=reduce, config=config)

@@ -79,7 +79,7 @@ class QGCNConv(PropagationConv, GCNConv):
     def forward(self, x: Tensor | QTensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Convolve ``x`` over the graph."""
         reduce, config = self.reduce, self.active
-        if self.takes_messages(x, self.lin):
+        if reduce is None or self.needs_messages(self.lin):
             return self.messages(x, edge_index, edge_weight)
         self.check_rows(x)
         initialize_lazy(self.lin, x)

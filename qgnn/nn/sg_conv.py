@@ -76,7 +76,7 @@ class QSGConv(PropagationConv, SGConv):
 
     def forward(self, x: Tensor | QTensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Aggregate ``x`` over ``K`` hops of the graph, then multiply it with the weight."""
-        if self.takes_messages(x, self.lin):
+        if self.reduce is None or self.needs_messages(self.lin):
             return self.messages(x, edge_index, edge_weight)
         self.check_rows(x)
         initialize_lazy(self.lin, x)
