@@ -157,13 +157,20 @@ class Problem:
 
     def prepared(self, dtype: torch.dtype = torch.float32, **how: Any) -> Work:
         """The fastest that torch's own sparse product allows."""
+        return self.work(self.on_both(), self.both_ways(dtype), dtype, **how)
+
+    def on_both(self) -> Callable[[], torch.nn.Module]:
+        return partial(self.layer, PREPARED[self.kind])
+
+    def both_ways(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The matrix and its transpose. A mean is a sum of shares: the matrix has parallel edges as one, which PyG's mean
+        by a matrix then counts as one."""
         matrix = self.matrix(dtype)
         if self.kind == "sage":
             target = self.edge_index[1]
-            share = 1 / degree(target, self.num_nodes, dtype=torch.float32)
+            share = 1 / degree(target, self.num_nodes, dtype=torch.promote_types(dtype, torch.float32))
             matrix = adjacency(self.edge_index, share[target].to(dtype), self.num_nodes)
-        make = partial(self.layer, PREPARED[self.kind])
-        return self.work(make, (matrix, csr_int32(matrix.t())), dtype, **how)
+        return matrix, csr_int32(matrix.t())
 
     def bf16(self, setup: Callable[..., Work]) -> Work:
         if self.kind == "sage" and setup == self.coo and int(self.edge_index[1].bincount().max()) > BF16_COUNTS:
@@ -172,12 +179,12 @@ class Problem:
 
     def exact(self) -> Sequence[Tensor]:
         """Output and gradients of PyG's layer in float64."""
-        layer = self.loaded(self.on_matrix()()).double()
+        layer = self.loaded(self.on_matrix()() if self.kind in ATTENTION else self.on_both()()).double()
         x, grad = self.x.double().requires_grad_(), self.grad.double()
         if self.kind in ATTENTION:
             out = self.in_pieces(layer, x, grad)
         else:
-            out = layer(x, self.matrix(torch.float64))
+            out = layer(x, self.both_ways(torch.float64))
             out.backward(grad)
         return [out.detach(), *gradients_of(layer, x, WITHOUT)]
 
