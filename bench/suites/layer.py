@@ -163,8 +163,8 @@ class Problem:
         return partial(self.layer, PREPARED[self.kind])
 
     def both_ways(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The matrix and its transpose. A mean is a sum of shares: the matrix has parallel edges as one, which PyG's mean
-        by a matrix then counts as one."""
+        """The matrix and its transpose. A mean is a sum of shares: in the matrix parallel edges are one, which PyG's mean
+        by a matrix counts once."""
         matrix = self.matrix(dtype)
         if self.kind == "sage":
             target = self.edge_index[1]
