@@ -163,8 +163,8 @@ class Problem:
         return partial(self.layer, PREPARED[self.kind])
 
     def both_ways(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The matrix and its transpose. A mean is a sum of shares: in the matrix parallel edges are one, which PyG's mean
-        by a matrix counts once."""
+        """The matrix and its transpose. A mean is a sum of shares: parallel edges are one in the matrix, and PyG's mean
+        by a matrix counts them as one."""
         matrix = self.matrix(dtype)
         if self.kind == "sage":
             target = self.edge_index[1]
