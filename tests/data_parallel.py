@@ -1,8 +1,12 @@
 """What each process of the tests of data parallel training does: processes import it by name."""
 
+import os
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
+import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -11,6 +15,7 @@ from qgnn import QConfig
 from qgnn.nn import Epilogue, QGATConv, QGCNConv, QSAGEConv
 
 K, M, RANKS = 8, 4, 2
+SECONDS = 180
 
 
 class Model(nn.Module):
@@ -34,6 +39,23 @@ def batch(rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, edge_index, (x[:, :M]).argmax(1)
 
 
+def leave() -> None:
+    """End this process when all are done. Gloo's own way out can wait for a process that is gone."""
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+def run(function: Callable[[int, str], None], folder: str) -> None:
+    """``function`` in all processes, or an error after some minutes."""
+    processes = mp.spawn(function, (folder,), nprocs=RANKS, join=False)
+    end = time.monotonic() + SECONDS
+    while not processes.join(timeout=5):
+        if time.monotonic() > end:
+            for process in processes.processes:
+                process.kill()
+            raise TimeoutError(f"two processes did not end within {SECONDS} seconds")
+
+
 def train(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
@@ -53,7 +75,7 @@ def train(rank: int, folder: str) -> None:
         losses.append(loss.item())
     gradients = [p.grad for p in model.parameters()]
     torch.save((losses, list(model.module.state_dict().values()), gradients), f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 def nearest() -> Model:
@@ -77,4 +99,4 @@ def one_step(rank: int, folder: str) -> None:
         "gloo", f"file://{folder}/rendezvous", rank=rank, world_size=RANKS, timeout=timedelta(seconds=120)
     )
     torch.save(gradients_alone(rank, DistributedDataParallel(nearest())), f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    leave()

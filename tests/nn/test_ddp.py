@@ -3,13 +3,12 @@
 from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
 
-from data_parallel import RANKS, gradients_alone, one_step, train
+from data_parallel import RANKS, gradients_alone, one_step, run, train
 
 
 def test_two_processes_train_one_model(tmp_path: Path) -> None:
-    mp.spawn(train, (str(tmp_path),), nprocs=RANKS)
+    run(train, str(tmp_path))
     (losses, state, gradients), (other_losses, other_state, other_gradients) = (
         torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(RANKS)
     )
@@ -21,7 +20,7 @@ def test_two_processes_train_one_model(tmp_path: Path) -> None:
 
 def test_gradients_of_two_processes_are_the_mean_of_each_alone(tmp_path: Path) -> None:
     """With rounding to nearest nothing depends on the process: DDP's gradients are known."""
-    mp.spawn(one_step, (str(tmp_path),), nprocs=RANKS)
+    run(one_step, str(tmp_path))
     expected = [
         torch.stack(pair).mean(0) for pair in zip(*(gradients_alone(rank) for rank in range(RANKS)), strict=True)
     ]
