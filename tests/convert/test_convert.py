@@ -197,14 +197,12 @@ def test_complex_layer_is_left_alone() -> None:
     assert model[0](torch.ones(2, K, dtype=torch.complex64)).is_complex()
 
 
-@pytest.mark.parametrize("attach", ["hook", "parametrization", "explainer"])
+@pytest.mark.parametrize("attach", ["hook", "explainer"])
 def test_summary_tells_what_runs_in_full_precision_for_attached_code(attach: str) -> None:
     conv: Any = quantize_(pyg.SAGEConv(K, HIDDEN), INT8)
     assert (summary(conv)[""].what, summary(conv)[""].note) == ("int8", None)
     if attach == "hook":
         conv.lin_l.register_forward_hook(lambda *_: None)
-    elif attach == "parametrization":
-        nn.utils.parametrizations.weight_norm(conv.lin_l)
     else:
         set_masks(conv, torch.zeros(EDGES.shape[1]), EDGES)
     with trace() as record:
