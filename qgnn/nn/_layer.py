@@ -109,7 +109,7 @@ class QuantizedConv(Quantized):
     def note(self) -> str | None:
         """What a summary of a model has to say about this layer."""
         if self.has_attached_code:
-            return "runs on PyG's path in full precision: an explainer, hooks or a parametrization are attached to it"
+            return "runs on PyG's path in full precision: an explainer, hooks or other dense layers are attached to it"
         return super().note
 
     @property
