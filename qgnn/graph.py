@@ -194,9 +194,10 @@ class Graph:
         """The same edges with other weights, in CSR order."""
         return Graph(self.csr, self.num_sources, weight, self._shared)
 
-    def edge_index(self) -> Tensor:
-        """The edges as int64 COO, ``[2, E]``, in CSR order."""
-        return torch.stack([self.csr.index.long(), self.target.long()])
+    def edge_index(self, *, as_given: bool = False) -> Tensor:
+        """The edges as int64 COO, ``[2, E]``, in CSR order or as they were given."""
+        ends = (self.csr.index, self.target)
+        return torch.stack([(end.index_select(0, self.given_order) if as_given else end).long() for end in ends])
 
     @property
     def target(self) -> Tensor:

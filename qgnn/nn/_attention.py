@@ -14,7 +14,7 @@ from qgnn.autocast import without_autocast
 from qgnn.config import QConfig
 from qgnn.graph import Graph, check_num_nodes, identity, kind_of, to_edges
 from qgnn.nn._common import check_flow, float_rows, graph_for, initialize_lazy, operand
-from qgnn.nn._edges import Edges, edges_with_loops, given_edges, matrix_with_loops
+from qgnn.nn._edges import Edges, edges_with_loops, matrix_with_loops
 from qgnn.nn._layer import QuantizedConv
 from qgnn.nn.epilogue import Epilogue
 from qgnn.qtensor import QTensor
@@ -32,6 +32,7 @@ class AttentionConv(QuantizedConv):
     dropout: float
     edge_dim: int | None
     lin_edge: Any
+    res: Any
 
     def configure(self, config: QConfig | None, epilogue: Epilogue | None = None) -> None:
         """Set what is quantized, and what is applied to the result."""
@@ -154,7 +155,9 @@ class AttentionConv(QuantizedConv):
             check_num_nodes(adjacency, *(reversed(num_nodes) if reverse else num_nodes))
             if reverse or num_loops is not None:
                 given = adjacency
-                adjacency = cached(identity(given, weights=False), "given edges", lambda: given_edges(given))
+                adjacency = cached(
+                    identity(given, weights=False), "given edges", lambda: given.edge_index(as_given=True)
+                )
                 kind = "edge_index"
         elif kind != "edge_index":
             if num_loops is not None:
@@ -176,6 +179,13 @@ class AttentionConv(QuantizedConv):
         dropped = dropout(weights, self.weight_dropout)
         out = functional.spmm(edges.graph, rows.flatten(1), dropped, config=self.active)
         return out.view(-1, *rows.shape[1:]), dropped.to(rows.dtype), weights.to(rows.dtype)
+
+    def residual_of(self, x: Any, codes: Any) -> Tensor | None:
+        """What the targets' own rows add to the result."""
+        if self.res is None or x is None:
+            return None
+        initialize_lazy(self.res, x)
+        return functional.linear(codes, self.res.weight, config=self.active)
 
     def by_node(self, out: Tensor) -> Tensor:
         """The heads of each node side by side, or their mean."""

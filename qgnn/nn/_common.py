@@ -115,10 +115,11 @@ def graph_for(conv: MessagePassing, edges: Any, num_sources: int, num_targets: i
         return as_graph(edges, num_nodes)
 
     def reverse() -> Graph:
-        edge_index, weight = to_edges(edges)
         if isinstance(edges, Graph):  # values of edges come in the order in which its edges were given
-            edge_index = edge_index.index_select(1, edges.given_order)
-            weight = None if weight is None else weight.index_select(0, edges.given_order)
+            edge_index = edges.edge_index(as_given=True)
+            weight = None if edges.weight is None else edges.to_given_order(edges.weight)
+        else:
+            edge_index, weight = to_edges(edges)
         return Graph.from_edge_index(edge_index.flip(0), num_nodes, weight)
 
     return cached(identity(edges, weights=True), ("reversed graph", num_nodes), reverse)

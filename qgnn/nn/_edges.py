@@ -48,7 +48,7 @@ class Edges(NamedTuple):
             return self.adjacency.set_value(weights, layout="coo")
         if kind == "sparse matrix" and matrix:
             return set_sparse_value(self.adjacency, weights), weights
-        return (given_edges(self.adjacency) if kind == "graph" else self.adjacency), weights
+        return (self.adjacency.edge_index(as_given=True) if kind == "graph" else self.adjacency), weights
 
 
 def num_loops_of(num_nodes: tuple[int, int], x: tuple[Any, Any]) -> int:
@@ -153,14 +153,9 @@ def edges_with_loops(
         edge_attr = cached((given, *tensors, *values), ("features with loops", fill, *key), features)
     adjacency = None
     if exact:
-        adjacency = given_edges(looped.graph)
+        adjacency = looped.graph.edge_index(as_given=True)
         adjacency = adjacency.flip(0) if reverse else adjacency
     return Edges(looped.graph, edge_attr, adjacency, looped.spare)
-
-
-def given_edges(graph: Graph) -> Tensor:
-    """The edges as they were given, int64 COO."""
-    return torch.stack([end.index_select(0, graph.given_order).long() for end in (graph.csr.index, graph.target)])
 
 
 def matrix_with_loops(matrix: Any, fill_value: Any) -> Any:

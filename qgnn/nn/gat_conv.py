@@ -150,11 +150,7 @@ class QGATConv(AttentionConv, GATConv):
                 edge_weight=edge_weight,
                 config=config,
             )
-        res = None
-        if self.res is not None and x[1] is not None:
-            initialize_lazy(self.res, x[1])
-            res = functional.linear(codes[1], self.res.weight, config=config)
-        out = self.finish(self.by_node(edges.results(out)), self.bias, res)
+        out = self.finish(self.by_node(edges.results(out)), self.bias, self.residual_of(x[1], codes[1]))
         return out if weights is None else (out, edges.with_weights(weights))
 
     def _scores(self, x: Any, codes: Any, lins: Any, num_targets: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,6 @@ from torch_geometric.nn.conv import GATv2Conv
 from qgnn import functional
 from qgnn.config import QConfig
 from qgnn.nn._attention import AttentionConv
-from qgnn.nn._common import initialize_lazy
 from qgnn.nn._edges import num_loops_of
 from qgnn.nn.epilogue import Epilogue
 
@@ -145,9 +144,5 @@ class QGATv2Conv(AttentionConv, GATv2Conv):
                 edge_weight=None if edges.attr is None else self.lin_edge.weight,
                 config=self.active,
             )
-        res = None
-        if self.res is not None:
-            initialize_lazy(self.res, x[1])
-            res = functional.linear(codes[1], self.res.weight, config=self.active)
-        out = self.finish(self.by_node(edges.results(out)), self.bias, res)
+        out = self.finish(self.by_node(edges.results(out)), self.bias, self.residual_of(x[1], codes[1]))
         return out if weights is None else (out, edges.with_weights(weights))
