@@ -1,12 +1,12 @@
 """What every test shares: the device, the kernels' interpreter where there is no GPU, deterministic property tests."""
 
 import os
-import random
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch_geometric.nn import Sequential
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -36,7 +36,15 @@ def device() -> str:
 def _seeded() -> None:
     """Each test starts from the same global random state, whatever ran before it."""
     torch.manual_seed(0)
-    random.seed()  # hypothesis seeds it, and PyG's Sequential takes a number of it for one of its own
+
+
+@pytest.fixture(autouse=True)
+def _sequential_as_it_was() -> Iterator[None]:
+    """PyG's Sequential writes the code of its newest instance to the class, where those find it that it made none for:
+    those of a module that cannot be imported by its name, as tests are."""
+    forward = Sequential.forward
+    yield
+    Sequential.forward = forward
 
 
 @pytest.fixture(autouse=True)
