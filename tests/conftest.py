@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from torch_geometric.nn import Sequential
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -42,6 +41,8 @@ def _seeded() -> None:
 def _sequential_as_it_was() -> Iterator[None]:
     """PyG's Sequential writes the code of its newest instance to the class, where those find it that it made none for:
     those of a module that cannot be imported by its name, as tests are."""
+    from torch_geometric.nn import Sequential  # imports triton
+
     forward = Sequential.forward
     yield
     Sequential.forward = forward
