@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from qgnn.kernels.cpu import build
@@ -99,23 +100,21 @@ def num_threads() -> int:
     return 1 if _is_forked else torch.get_num_threads()
 
 
-def _argument(value: Tensor | float | None) -> object:
-    if isinstance(value, Tensor):
-        return ctypes.c_void_p(value.data_ptr())
-    if value is None:
-        return None
-    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value)
+def _type_of(value: Tensor | float | None) -> Any:
+    if value is None or isinstance(value, Tensor):
+        return ctypes.c_void_p
+    return ctypes.c_float if isinstance(value, float) else ctypes.c_int64
 
 
 def launch(name: str, *args: Tensor | float | None) -> None:
     """Call an exported function: tensors become pointers, ``None`` a null pointer, integers int64, floats float; the
-    number of threads is appended."""
+    number of threads is appended. What an argument was in the first call it is in all others."""
     function = _functions.get(name)
     if function is None:
         function = getattr(_load(), name)
-        function.restype = None
+        function.restype, function.argtypes = None, [*map(_type_of, args), ctypes.c_int64]
         _functions[name] = function
-    function(*[_argument(value) for value in args], ctypes.c_int64(num_threads()))
+    function(*[value.data_ptr() if isinstance(value, Tensor) else value for value in args], num_threads())
 
 
 def empty_codes(num_rows: int, width: int) -> Tensor:

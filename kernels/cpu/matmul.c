@@ -71,6 +71,21 @@ EXPORT void qgnn_matmul_requantize(
 
 enum { TERMS = 1024, COLUMNS = 64, WORD = 8 }; /* TERMS * 127 * 127 < 2^24: exact in fp32, in any order */
 
+/* Whether at most `limit` codes are not zero in every `step`-th row of codes [R, K]. */
+EXPORT void qgnn_matmul_is_sparse(
+    int64_t *answer, const int8_t *codes, int64_t R, int64_t K, int64_t stride_codes, int64_t step, int64_t limit,
+    int64_t threads
+) {
+    int64_t count = 0;
+    for (int64_t r = 0; r < R && count <= limit; r += step) {
+        const int8_t *row = codes + r * stride_codes;
+        int32_t of_row = 0;
+        for (int64_t k = 0; k < K; k++) of_row += row[k] != 0;
+        count += of_row;
+    }
+    *answer = count <= limit;
+}
+
 /* Columns of the nonzero codes of a row; returns how many there are. */
 INLINE int64_t find_nonzeros(int32_t *found, const int8_t *row, int64_t K) {
     int64_t count = 0, k = 0;

@@ -41,8 +41,12 @@ def has_vnni() -> bool:
 
 def _mostly_zero(codes: Tensor) -> bool:
     """Whether so few of the codes are not zero that visiting those alone is faster than a dense product."""
-    sample = codes[:: max(1, codes.shape[0] // _SAMPLE_ROWS)]
-    return int(torch.count_nonzero(sample)) <= _MAX_DENSITY * sample.numel()
+    (N, K), codes = codes.shape, rows_of(codes, torch.int8)
+    step = max(1, N // _SAMPLE_ROWS)
+    limit = int(_MAX_DENSITY * -(-N // step) * K)
+    answer = torch.empty(1, dtype=torch.int64)
+    launch("qgnn_matmul_is_sparse", answer, codes, N, K, codes.stride(0), step, limit)
+    return bool(answer)
 
 
 def _route(x_q: Tensor, w_q: Tensor) -> str:
@@ -59,8 +63,9 @@ def _dw_route(g_q: Tensor, g_scale: Tensor, x_q: Tensor, x_scale: Tensor) -> str
     (N, M), K = g_q.shape, x_q.shape[1]
     if max(N * (K + M), _SMALL) < PARTS * K * M:
         return _MM
-    is_finite = torch.isfinite(128 * (g_scale * x_scale).float()).all()
-    return _NONZEROS if is_finite and _mostly_zero(x_q) else _MM
+    if not _mostly_zero(x_q):
+        return _MM
+    return _NONZEROS if torch.isfinite(128 * (g_scale * x_scale).float()).all() else _MM
 
 
 # What a trace shows of the product, by function and operands.

@@ -6,11 +6,8 @@ Each set offers the functions of ``qgnn.reference`` under the same names and sig
 
 from __future__ import annotations
 
-import inspect
 import os
-import re
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import cache, partial, wraps
 from importlib import import_module
 from typing import Any
@@ -20,8 +17,6 @@ from torch import Tensor
 
 from qgnn import reference, trace
 from qgnn.activation import Activation
-from qgnn.autocast import without_autocast
-from qgnn.ops._checks import Signature
 from qgnn.weak_cache import cached
 
 # Streams of one seed: no two roundings of an op call share random bits.
@@ -242,51 +237,6 @@ def c_kernels() -> tuple[bool, dict[str, Any]]:
 def cpu_backend() -> Backend:
     """The native kernels, or plain PyTorch on a machine that cannot compile them; float64 is PyTorch's anyway."""
     return c_backend() or torch_backend()
-
-
-def define(name: str, function: Callable[..., Any], schema: str, fake: Callable[..., Any], signature: Signature) -> Any:
-    """Register ``function(backend, ...)`` as the operator ``qgnn::name`` on CPU and CUDA.
-
-    Args:
-        name: Name within the namespace.
-        function: The operator over a backend.
-        schema: Its schema, without the name.
-        fake: Shapes and types of its results.
-        signature: What its arguments must be, or an error says so: of real tensors and of fake ones.
-    """
-    owner, parameters = f"qgnn::{name}", tuple(inspect.signature(fake).parameters)
-    signature = replace(signature, required=tuple(re.findall(r"\bTensor (\w+)", schema)))
-
-    def checked(*args: Any) -> tuple[Any, ...]:
-        arguments = dict(zip(parameters, args, strict=True))
-        signature.check_values(owner, arguments, signature.check(owner, arguments))
-        return args
-
-    def on_cpu(*args: Any) -> Any:
-        with without_autocast("cpu"):
-            return function(cpu_backend(), *checked(*args))
-
-    def on_cuda(*args: Any) -> Any:
-        with without_autocast("cuda"):
-            return function(triton_backend(), *checked(*args))
-
-    def on_fake(*args: Any) -> Any:
-        signature.check(owner, dict(zip(parameters, args, strict=True)))
-        return fake(*args)
-
-    op = torch.library.custom_op(owner, on_cpu, mutates_args=(), device_types="cpu", schema=schema)
-    op.register_kernel("cuda")(on_cuda)
-    op.register_fake(on_fake)
-    if name.endswith("_backward"):
-        op.register_autograd(partial(no_second_derivative, name.removesuffix("_backward")))
-    return op
-
-
-def no_second_derivative(name: str, *_: Any) -> Any:
-    raise NotImplementedError(
-        f"'qgnn::{name}' has no second derivatives, which a gradient of a gradient (create_graph=True) needs; use "
-        f"PyG's layer or a torch function there"
-    )
 
 
 def fake_codes(like: Tensor, num_rows: int, width: int) -> Tensor:

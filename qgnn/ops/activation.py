@@ -14,8 +14,9 @@ from torch import Tensor
 
 from qgnn.activation import KINDS, Activation, derivative_size, derivative_steps, keep_factor, mask_width
 from qgnn.ops import _activation
-from qgnn.ops._backends import STREAM_DERIVATIVE, STREAM_DROPOUT, Backend, define, fresh, no_second_derivative
+from qgnn.ops._backends import STREAM_DERIVATIVE, STREAM_DROPOUT, Backend, fresh
 from qgnn.ops._checks import Signature
+from qgnn.ops._operator import define, no_second_derivative, register_autograd
 from qgnn.ops.matmul import fake_db
 from qgnn.reference._common import compute_dtype
 
@@ -186,4 +187,4 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     )
 
 
-activation.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(activation, _backward, setup_context=_setup_context)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from qgnn.ops import _attention
 from qgnn.ops._activation import CHOICES
-from qgnn.ops._backends import STREAM_GRAD, STREAM_HIDDEN, STREAM_INPUT, STREAM_WEIGHT, Backend, define, fresh
+from qgnn.ops._backends import STREAM_GRAD, STREAM_HIDDEN, STREAM_INPUT, STREAM_WEIGHT, Backend, fresh
 from qgnn.ops._checks import CSR, INT8_OR_FULL, POSITIVE, Signature
+from qgnn.ops._operator import define, register_autograd
 
 _CHOICES = {"bits": INT8_OR_FULL, "heads": POSITIVE, **CHOICES}
 _ROWS = {"query": "T H*D", "key": "S H*D", "value": "S H*D"}
@@ -239,4 +240,4 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return tuple(g if needed else None for g, needed in zip(grads, needs, strict=True))
 
 
-attention_dot.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(attention_dot, _backward, setup_context=_setup_context)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from qgnn.ops import _attention
 from qgnn.ops._activation import CHOICES
-from qgnn.ops._backends import STREAM_GRAD, STREAM_HIDDEN, STREAM_INPUT, Backend, define, fresh
+from qgnn.ops._backends import STREAM_GRAD, STREAM_HIDDEN, STREAM_INPUT, Backend, fresh
 from qgnn.ops._checks import CSR, INT8_OR_FULL, Signature
+from qgnn.ops._operator import define, register_autograd
 
 _CHOICES = {"bits": INT8_OR_FULL, **CHOICES}
 _SHAPES = {"target_scale": "T H", "source_scale": "S H", **_attention.EDGE_SHAPES, "edge_weight": "H*D K"}
@@ -238,4 +239,4 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return tuple(g if needed else None for g, needed in zip(grads, needs, strict=True))
 
 
-attention_gatv2.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(attention_gatv2, _backward, setup_context=_setup_context)

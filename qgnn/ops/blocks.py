@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qgnn.ops._backends import STREAM_INPUT, STREAM_PROJECTION, Backend, define
+from qgnn.ops._backends import STREAM_INPUT, STREAM_PROJECTION, Backend
 from qgnn.ops._checks import Signature
+from qgnn.ops._operator import define
 
 BITS = (1, 2, 4, 8)
 MAX_BLOCK = 1 << 16  # a longer block saves less than a thousandth of a bit a value

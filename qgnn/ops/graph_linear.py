@@ -12,16 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from qgnn.ops import _activation
-from qgnn.ops._backends import (
-    STREAM_GRAD_HIDDEN,
-    STREAM_HIDDEN,
-    STREAM_INPUT,
-    STREAM_WEIGHT,
-    Backend,
-    define,
-    fresh,
-)
+from qgnn.ops._backends import STREAM_GRAD_HIDDEN, STREAM_HIDDEN, STREAM_INPUT, STREAM_WEIGHT, Backend, fresh
 from qgnn.ops._checks import CSC, CSR, GRANULARITIES, INT8_BITS, Signature
+from qgnn.ops._operator import define, register_autograd
 from qgnn.ops.matmul import (
     fake_db,
     fake_kept,
@@ -311,4 +304,4 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     )
 
 
-graph_linear.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(graph_linear, _backward, setup_context=_setup_context)

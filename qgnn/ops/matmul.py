@@ -15,17 +15,9 @@ from torch import Tensor
 from qgnn import trace
 from qgnn.activation import keep_factor
 from qgnn.ops import _activation
-from qgnn.ops._backends import (
-    STREAM_GRAD,
-    STREAM_INPUT,
-    STREAM_WEIGHT,
-    STREAM_WEIGHT_T,
-    Backend,
-    define,
-    fake_codes,
-    fresh,
-)
+from qgnn.ops._backends import STREAM_GRAD, STREAM_INPUT, STREAM_WEIGHT, STREAM_WEIGHT_T, Backend, fake_codes, fresh
 from qgnn.ops._checks import GRANULARITIES, INT8_BITS, Signature
+from qgnn.ops._operator import define, register_autograd
 from qgnn.reference._common import compute_dtype
 
 
@@ -285,4 +277,4 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     )
 
 
-matmul.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(matmul, _backward, setup_context=_setup_context)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qgnn.ops._backends import STREAM_INPUT, Backend, define, fake_codes
+from qgnn.ops._backends import STREAM_INPUT, Backend, fake_codes
 from qgnn.ops._checks import GRANULARITIES, INT8_BITS, POSITIVE, Signature
+from qgnn.ops._operator import define
 
 
 def _quantize(

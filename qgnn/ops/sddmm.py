@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgnn.ops._backends import STREAM_HIDDEN, STREAM_INPUT, Backend, define, fake_codes, fresh
+from qgnn.ops._backends import STREAM_HIDDEN, STREAM_INPUT, Backend, fake_codes, fresh
 from qgnn.ops._checks import CSC, CSR, GRANULARITIES, INT8_OR_FULL, POSITIVE, Signature
+from qgnn.ops._operator import define, register_autograd
 from qgnn.ops.matmul import quantize_operand
 
 
@@ -256,4 +257,4 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return (d_target if needs_dtarget else None, None, d_source if needs_dsource else None, *(None,) * 12)
 
 
-sddmm.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(sddmm, _backward, setup_context=_setup_context)

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from qgnn.ops._backends import Backend, define
+from qgnn.ops._backends import Backend
 from qgnn.ops._checks import CSC, CSR, Signature
+from qgnn.ops._operator import define, register_autograd
 
 
 def _softmax(backend: Backend, scores: Tensor, indptr: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ def _backward_of_softmax(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return softmax_backward(grad, *ctx.saved_tensors), None
 
 
-softmax.register_autograd(_backward_of_softmax, setup_context=_setup_softmax)
+register_autograd(softmax, _backward_of_softmax, setup_context=_setup_softmax)
 
 
 def _attention_scores(
@@ -150,4 +151,4 @@ def _backward_of_attention(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return (d_target if needs_target else None, d_source if needs_source else None, *(None,) * 5)
 
 
-attention_scores.register_autograd(_backward_of_attention, setup_context=_setup_attention)
+register_autograd(attention_scores, _backward_of_attention, setup_context=_setup_attention)

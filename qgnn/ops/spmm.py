@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from qgnn.ops import _activation
-from qgnn.ops._backends import STREAM_INPUT, Backend, define, fresh
+from qgnn.ops._backends import STREAM_INPUT, Backend, fresh
 from qgnn.ops._checks import CSC, CSR, GRANULARITIES, INT8_OR_FULL, Signature
+from qgnn.ops._operator import define, register_autograd
 from qgnn.ops.matmul import (
     fake_db,
     fake_kept,
@@ -284,4 +285,4 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     )
 
 
-spmm.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(spmm, _backward, setup_context=_setup_context)

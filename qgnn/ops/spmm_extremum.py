@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from qgnn import reference, trace
-from qgnn.ops._backends import STREAM_INPUT, Backend, define, fresh
+from qgnn.ops._backends import STREAM_INPUT, Backend, fresh
 from qgnn.ops._checks import CSR, GRANULARITIES, INT8_OR_FULL, Signature
+from qgnn.ops._operator import define, register_autograd
 from qgnn.ops.matmul import fake_kept, float_dtype, needs_rows_grad, quantize_operand, with_rows_grad
 
 
@@ -160,4 +161,4 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return with_rows_grad(ctx, dx, dweight if needs_dweight else None, *(None,) * 7)
 
 
-spmm_extremum.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(spmm_extremum, _backward, setup_context=_setup_context)

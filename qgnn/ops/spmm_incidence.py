@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from qgnn import trace
-from qgnn.ops._backends import STREAM_INPUT, Backend, define
+from qgnn.ops._backends import STREAM_INPUT, Backend
 from qgnn.ops._checks import GRANULARITIES, INT8_OR_FULL, Signature
+from qgnn.ops._operator import define, register_autograd
 from qgnn.ops.matmul import quantize_operand
 
 
@@ -90,4 +91,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return (incidence_sum_backward(grad, node), *(None,) * 6)
 
 
-incidence_sum.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(incidence_sum, _backward, setup_context=_setup_context)

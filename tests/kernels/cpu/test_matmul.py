@@ -318,3 +318,12 @@ def test_a_trace_names_the_product(density: float) -> None:
     by_density = f"c/{NONZEROS if density < 0.1 else MM}"
     expected = {"matmul.forward": by_density, "matmul.backward_dx": f"c/{MM}", "matmul.backward_dw": by_density}
     assert {name: record.ops[name]["backend"] for name in expected} == expected
+
+
+@pytest.mark.parametrize("N", [7, 5000])  # each row is looked at, and a sample of them
+@pytest.mark.parametrize(("num_nonzeros", "route"), [(6, NONZEROS), (7, MM)])
+def test_codes_of_which_a_tenth_is_not_zero_are_sparse(N: int, num_nonzeros: int, route: str) -> None:
+    wide = torch.ones(N, 80, dtype=torch.int8)  # what lies beside the codes does not count
+    codes = wide[:, :64].zero_()
+    codes[:, 5 : 5 + num_nonzeros] = -3  # 64 / 10 is between
+    assert native.ENGINES["matmul"](codes, None, torch.ones(3, 64, dtype=torch.int8)) == route

@@ -1,0 +1,127 @@
+"""Operators of the namespace ``qgnn``: each one's kernels, fake and derivative, registered with torch's dispatcher.
+
+``torch.library.custom_op`` would do the same, but calls with a gradient read the schema again, argument by argument:
+170 us for twenty of them, which is more than the kernels of a small graph take. Here a call passes by that, and by the
+checks of its arguments if others of the same types and shapes have passed them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from qgnn.autocast import without_autocast
+from qgnn.ops._backends import Backend, cpu_backend, triton_backend
+from qgnn.ops._checks import Signature
+
+_LIBRARY = torch.library.Library("qgnn", "FRAGMENT")
+_MAX_REMEMBERED = 256  # sets of types and shapes an operator: batches of a sampler have new ones for ever
+
+_functions: dict[OpOverload, type[torch.autograd.Function]] = {}
+
+
+def define(
+    name: str, function: Callable[..., Any], schema: str, fake: Callable[..., Any], signature: Signature
+) -> OpOverload:
+    """Register ``function(backend, ...)`` as the operator ``qgnn::name`` on CPU and CUDA.
+
+    Args:
+        name: Name within the namespace.
+        function: The operator over a backend.
+        schema: Its schema, without the name.
+        fake: Shapes and types of its results.
+        signature: What its arguments must be, or an error says so: of real tensors and of fake ones.
+    """
+    owner, parameters = f"qgnn::{name}", tuple(inspect.signature(fake).parameters)
+    signature = replace(signature, required=tuple(re.findall(r"\bTensor (\w+)", schema)))
+    passed: dict[tuple[Hashable, ...], dict[str, Any]] = {}  # the sizes of arguments without fault
+
+    def check(args: tuple[Any, ...]) -> None:
+        arguments, form = dict(zip(parameters, args, strict=True)), tuple(_form(a) for a in args)
+        sizes = passed.get(form)
+        if sizes is None:
+            sizes = signature.check(owner, arguments)
+            if len(passed) >= _MAX_REMEMBERED:
+                passed.clear()
+            passed[form] = sizes
+        signature.check_values(owner, arguments, sizes)
+
+    def on(device_type: str, make_backend: Callable[[], Backend]) -> Callable[..., Any]:
+        @torch.compiler.disable  # where a frame around the call could not be compiled, what is in it is looked at again
+        def run(*args: Any) -> Any:
+            with without_autocast(device_type):
+                check(args)
+                return function(make_backend(), *args)
+
+        return run
+
+    def on_fake(*args: Any) -> Any:
+        signature.check(owner, dict(zip(parameters, args, strict=True)))
+        return fake(*args)
+
+    def with_derivative(*args: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            return _functions[op].apply(*args)
+        return _below_autograd(op, args)
+
+    _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    op = getattr(torch.ops.qgnn, name).default
+    _LIBRARY.impl(name, on("cpu", cpu_backend), "CPU")
+    _LIBRARY.impl(name, on("cuda", triton_backend), "CUDA")
+    _LIBRARY.impl(name, with_derivative, "Autograd")
+    torch.library.register_fake(owner, on_fake, lib=_LIBRARY)
+    refuse = no_second_derivative if name.endswith("_backward") else _no_derivative
+    register_autograd(op, partial(refuse, name.removesuffix("_backward")))
+    return op
+
+
+def _form(argument: Any) -> Hashable:
+    """All of an argument that :meth:`Signature.check` looks at."""
+    if not isinstance(argument, Tensor):
+        return argument
+    return argument.dtype, argument.shape, argument.device, argument.is_contiguous()
+
+
+def _below_autograd(op: OpOverload, args: tuple[Any, ...]) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+def register_autograd(
+    op: OpOverload, backward: Callable[..., Any], *, setup_context: Callable[..., None] | None = None
+) -> None:
+    """Give an operator its derivative.
+
+    Args:
+        op: The operator.
+        backward: ``backward(ctx, *grads)`` returns the gradient of each argument.
+        setup_context: ``setup_context(ctx, inputs, output)`` keeps what it needs.
+    """
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = _below_autograd(op, args)
+        if setup_context is not None:
+            setup_context(ctx, args, output)
+        return output
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    _functions[op] = type(f"qgnn_{op._opname}_", (torch.autograd.Function,), methods)  # a node's name ends in Backward
+
+
+def no_second_derivative(name: str, *_: Any) -> Any:
+    raise NotImplementedError(
+        f"'qgnn::{name}' has no second derivatives, which a gradient of a gradient (create_graph=True) needs; use "
+        f"PyG's layer or a torch function there"
+    )
+
+
+def _no_derivative(name: str, *_: Any) -> Any:
+    raise NotImplementedError(f"'qgnn::{name}' has no derivative; give it tensors that need none ('detach()')")

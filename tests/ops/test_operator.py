@@ -1,0 +1,48 @@
+"""What all operators have from their registration: remembered checks, derivatives, names."""
+
+import pytest
+import torch
+
+from op_arguments import OPERATORS, arguments_of
+from qgnn import ops
+from qgnn.ops import _operator
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_arguments_pass_the_checks_once_for_all_of_their_form(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, arguments = getattr(torch.ops.qgnn, name), arguments_of(name)
+    op(**arguments)
+    with monkeypatch.context() as patched:
+        patched.setattr(_operator.Signature, "check", lambda *_: pytest.fail("checked again"))
+        op(**{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()})
+
+
+def test_forms_are_forgotten_before_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = []
+    check = _operator.Signature.check
+    monkeypatch.setattr(_operator, "_MAX_REMEMBERED", 4)
+    monkeypatch.setattr(_operator.Signature, "check", lambda *a: checks.append(a[1]) or check(*a))
+    for _ in range(2):
+        for num_rows in range(200, 209):
+            ops.quantize(torch.randn(num_rows, 3), None, 8, "row", 16)
+    assert len(checks) > 9 + 4  # most of the second round's were forgotten
+    checks.clear()
+    ops.quantize(torch.randn(208, 3), None, 8, "row", 16)
+    assert not checks
+
+
+def test_a_node_has_the_name_of_its_operator() -> None:
+    y = ops.matmul(
+        torch.randn(5, 6),
+        None,
+        torch.randn(3, 6, requires_grad=True),
+        *(None, None, 8, "row", True),
+        *(False, 0, None, False, None),
+    )
+    assert "qgnn_matmul" in y[0].grad_fn.name()
+
+
+def test_what_has_no_derivative_says_so() -> None:
+    codes, scale = ops.quantize(torch.randn(5, 3, requires_grad=True), None, 8, "row", 16)
+    with pytest.raises(NotImplementedError, match="'qgnn::quantize' has no derivative"):
+        scale.sum().backward()
