@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from qgnn.autocast import without_autocast
-from qgnn.ops._backends import Backend, cpu_backend, triton_backend
+from qgnn.ops import _backends
 from qgnn.ops._checks import Signature
 
 _LIBRARY = torch.library.Library("qgnn", "FRAGMENT")
@@ -54,14 +54,18 @@ def define(
             passed[form] = sizes
         signature.check_values(owner, arguments, sizes)
 
-    def on(device_type: str, make_backend: Callable[[], Backend]) -> Callable[..., Any]:
-        @torch.compiler.disable  # where a frame around the call could not be compiled, what is in it is looked at again
-        def run(*args: Any) -> Any:
-            with without_autocast(device_type):
-                check(args)
-                return function(make_backend(), *args)
+    # Where the frame around a call could not be compiled, torch.compile would look at what is in it.
+    @torch.compiler.disable
+    def on_cpu(*args: Any) -> Any:
+        with without_autocast("cpu"):
+            check(args)
+            return function(_backends.cpu_backend(), *args)
 
-        return run
+    @torch.compiler.disable
+    def on_cuda(*args: Any) -> Any:
+        with without_autocast("cuda"):
+            check(args)
+            return function(_backends.triton_backend(), *args)
 
     def on_fake(*args: Any) -> Any:
         signature.check(owner, dict(zip(parameters, args, strict=True)))
@@ -74,8 +78,8 @@ def define(
 
     _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     op = getattr(torch.ops.qgnn, name).default
-    _LIBRARY.impl(name, on("cpu", cpu_backend), "CPU")
-    _LIBRARY.impl(name, on("cuda", triton_backend), "CUDA")
+    _LIBRARY.impl(name, on_cpu, "CPU")
+    _LIBRARY.impl(name, on_cuda, "CUDA")
     _LIBRARY.impl(name, with_derivative, "Autograd")
     torch.library.register_fake(owner, on_fake, lib=_LIBRARY)
     refuse = no_second_derivative if name.endswith("_backward") else _no_derivative

@@ -105,7 +105,7 @@ def test_blocks_compile_with_unknown_sizes() -> None:
 def test_packed_blocks_give_no_gradient() -> None:
     packed, low, _ = ops.blocks_pack(torch.randn(16, requires_grad=True), None, 2, 16, FP32, *PLAIN_PACK)
     assert not packed.requires_grad
-    with pytest.raises(RuntimeError, match=r"no autograd formula was registered|does not require grad"):
+    with pytest.raises(RuntimeError, match="has no derivative"):
         low.sum().backward()
 
 

@@ -61,7 +61,7 @@ def test_quantize_leaves_its_input_alone() -> None:
 def test_quantize_gives_no_gradient() -> None:
     codes, scale = ops.quantize(torch.randn(3, 4, requires_grad=True), None, 8, "row", 16)
     assert not codes.requires_grad
-    with pytest.raises(RuntimeError, match=r"no autograd formula was registered|does not require grad"):
+    with pytest.raises(RuntimeError, match="has no derivative"):
         scale.sum().backward()
 
 
