@@ -45,7 +45,7 @@ def accuracy_rows(groups: Groups) -> Rows:
     for (record,) in (group for group in groups if group[0]["suite"] == "accuracy" and group[0]["ok"]):
         model, precision, seed = record["case"].rsplit("/", 2)
         runs.setdefault(model, {}).setdefault((seed, record["commit"]), {})[precision] = 100 * record["test_acc"]
-    for model, by_seed in runs.items():
+    for model, by_seed in sorted(runs.items()):
         pairs = [(found["fp32"], found["int8"]) for found in by_seed.values() if len(found) == 2]
         if pairs:
             full, quantized = zip(*pairs, strict=True)
