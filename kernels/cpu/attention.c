@@ -124,6 +124,13 @@ static void target_row(const void *job_, int64_t n, int64_t part, float *work) {
         add_shares(share_positive, share_negative, &c, count, H);
         drop_weights(c.weight, &c, w, count);
         for (int64_t i = 0; i < count * H; i++) c.weight[i] *= c.scale[i];
+        if (is_narrow(D)) {
+            for (int64_t i = 0; i < count * H; i++) c.t[i] = c.score[i] > 0.0f ? c.weight[i] : 0.0f;
+            for (int64_t i = 0; i < count * H; i++) c.product[i] = c.score[i] > 0.0f ? 0.0f : c.weight[i];
+            add_heads(positive, &a->x, edges_of(&c, c.t, count, H), H, D);
+            add_heads(negative, &a->x, near_edges_of(&c, c.product, count, H), H, D);
+            continue;
+        }
         for (int64_t h = 0; h < H; h++) {
             const int64_t front = split_by_sign(to, &c, h, count, H);
             const edges above = {to.node, to.ahead, to.weight, 1, front};
@@ -208,8 +215,7 @@ static void source_row(const void *job_, int64_t n, int64_t part, float *work) {
             for (int64_t h = 0; h < H; h++) d_source[h] += c.t[i * H + h];
         for (int64_t i = 0; i < count && a->d_edge; i++)
             for (int64_t h = 0; h < H; h++) a->d_edge[c.position[i] * H + h] = c.t[i * H + h];
-        for (int64_t h = 0; h < H; h++)
-            add_head(dx + h * D, &grad, h * D, near_edges_of(&c, c.weight, h, count, H), D);
+        add_heads(dx, &grad, near_edges_of(&c, c.weight, count, H), H, D);
     }
 }
 

@@ -103,14 +103,14 @@ INLINE void finish_softmax(
 /* Makes the scores of `count` edges of row n from `first` on, and loads their nodes and the scales of their values. */
 typedef void (*score_task)(const chunk *c, const void *job, int64_t n, int64_t first, int64_t count, float *own);
 
-/* The edges that one head sums up. */
-INLINE edges edges_of(const chunk *c, const float *weight, int64_t h, int64_t count, int64_t H) {
-    return (edges){c->node, c->node + AHEAD, weight + h, H, count};
+/* The edges that are summed up. */
+INLINE edges edges_of(const chunk *c, const float *weight, int64_t count, int64_t H) {
+    return (edges){c->node, c->node + AHEAD, weight, H, count};
 }
 
 /* The same for what is in cache by now. */
-INLINE edges near_edges_of(const chunk *c, const float *weight, int64_t h, int64_t count, int64_t H) {
-    return (edges){c->node, c->node, weight + h, H, count};
+INLINE edges near_edges_of(const chunk *c, const float *weight, int64_t count, int64_t H) {
+    return (edges){c->node, c->node, weight, H, count};
 }
 
 INLINE rows rows_of_edges(const walk *a) { return make_rows(a->edge_x, 0, a->H * a->D, 0); }
@@ -139,7 +139,7 @@ INLINE void attend(
             for (int64_t k = h * D; k < (h + 1) * D; k++) out[k] *= shrink[h];
         if (edges_have_values && a->edge_x) add_edge_rows(out, c.score, &c, a, count);
         for (int64_t i = 0; i < count * H; i++) c.score[i] *= c.scale[i];
-        for (int64_t h = 0; h < H; h++) add_head(out + h * D, x, h * D, edges_of(&c, c.score, h, count, H), D);
+        add_heads(out, x, edges_of(&c, c.score, count, H), H, D);
     }
     finish_softmax(out, a->lse + n * H, largest, sum, begin == end, H, D);
 }

@@ -64,9 +64,49 @@ INLINE void add_scores(
     }
 }
 
+typedef struct {
+    const chunk *c;
+    const job *a;
+    const float *own;
+    const rows *x;
+    int64_t count;
+    float *slopes, *products; /* results of add_hidden */
+} block_job;
+
+INLINE void score_block(const block_job *b, int64_t h, const int heads, const int D, const int is_codes) {
+    const job *a = b->a;
+    const chunk *c = b->c;
+    const int64_t H = a->walk.H, column = h * D;
+    const float *own = b->own + column, *att = a->att + column, slope = a->slope;
+    const char *data = b->x->data + column * (is_codes ? 1 : 4);
+    float buffer[BLOCK], product[BLOCK];
+    for (int64_t i = 0; i < b->count; i++) {
+        const char *next = data + c->node[i + AHEAD] * b->x->stride;
+        for (int k = 0; k < heads * D * (is_codes ? 1 : 4); k += LINE) __builtin_prefetch(next + k);
+        const float *value = float_block(buffer, data + c->node[i] * b->x->stride, heads * D, is_codes);
+        const float *scale = c->scale + i * H + h;
+        const float *edge = a->walk.edge_x ? a->walk.edge_x + c->position[i] * H * D + column : 0;
+        for (int j = 0; j < heads; j++)
+#pragma GCC unroll 1 /* as in attention_rows.h */
+            for (int k = j * D; k < j * D + D; k++) product[k] = value[k] * scale[j] + own[k];
+        if (edge)
+            for (int k = 0; k < heads * D; k++) product[k] += edge[k];
+#pragma GCC unroll 1
+        for (int k = 0; k < heads * D; k++) product[k] = (product[k] > 0.0f ? product[k] : product[k] * slope) * att[k];
+        fold_heads(c->score + i * H + h, product, heads, D);
+    }
+}
+
+INLINE void score_codes(const void *job, int64_t h, const int heads, const int D) { score_block(job, h, heads, D, 1); }
+
+INLINE void score_floats(const void *job, int64_t h, const int heads, const int D) { score_block(job, h, heads, D, 0); }
+
 /* Scores of the edges of a row whose values are `own`; `scale` holds those of the neighbors' rows. */
 LEAF void score_edges(const chunk *c, const job *a, const float *own, const rows *x, int64_t count) {
-    if (x->is_codes && a->walk.edge_x) add_scores(c, a, own, x, count, 1, 1);
+    const block_job narrow = {.c = c, .a = a, .own = own, .x = x, .count = count};
+    if (is_narrow(a->walk.D) && x->is_codes) for_blocks(score_codes, &narrow, a->walk.H, a->walk.D);
+    else if (is_narrow(a->walk.D)) for_blocks(score_floats, &narrow, a->walk.H, a->walk.D);
+    else if (x->is_codes && a->walk.edge_x) add_scores(c, a, own, x, count, 1, 1);
     else if (x->is_codes) add_scores(c, a, own, x, count, 1, 0);
     else if (a->walk.edge_x) add_scores(c, a, own, x, count, 0, 1);
     else add_scores(c, a, own, x, count, 0, 0);
@@ -160,11 +200,69 @@ INLINE void add_hidden_of(
     }
 }
 
+INLINE void hidden_block(
+    const block_job *b, int64_t h, const int heads, const int D, const int is_codes, const int has_products
+) {
+    const job *a = b->a;
+    const chunk *c = b->c;
+    const int64_t H = a->walk.H, column = h * D;
+    const float *own = b->own + column;
+    const char *data = b->x->data + column * (is_codes ? 1 : 4);
+    const int width = heads * D;
+    float buffer[BLOCK], hidden[BLOCK], slope[BLOCK], total[BLOCK], total_product[BLOCK];
+    for (int k = 0; k < width; k++) total[k] = total_product[k] = 0.0f;
+    for (int64_t i = 0; i < b->count; i++) {
+        const float *value = float_block(buffer, data + c->node[i] * b->x->stride, width, is_codes);
+        const float *scale = c->scale + i * H + h, *above = c->t + i * H + h;
+        const float *edge = a->walk.edge_x ? a->walk.edge_x + c->position[i] * H * D + column : 0;
+        for (int j = 0; j < heads; j++)
+#pragma GCC unroll 1 /* as in attention_rows.h */
+            for (int k = j * D; k < j * D + D; k++) hidden[k] = value[k] * scale[j] + own[k];
+        if (edge)
+            for (int k = 0; k < width; k++) hidden[k] += edge[k];
+        for (int j = 0; j < heads; j++) {
+            const float below = above[j] * a->slope;
+#pragma GCC unroll 1
+            for (int k = j * D; k < j * D + D; k++) slope[k] = choose(hidden[k], above[j], below);
+        }
+#pragma GCC unroll 1
+        for (int k = 0; k < width; k++) total[k] += slope[k];
+        if (has_products)
+#pragma GCC unroll 1
+            for (int k = 0; k < width; k++) total_product[k] = multiply_add(slope[k], hidden[k], total_product[k]);
+    }
+    for (int k = 0; k < width; k++) b->slopes[column + k] += total[k];
+    for (int k = 0; k < width && has_products; k++) b->products[column + k] += total_product[k];
+}
+
+INLINE void hide_codes(const void *job, int64_t h, const int heads, const int D) {
+    hidden_block(job, h, heads, D, 1, 0);
+}
+
+INLINE void hide_floats(const void *job, int64_t h, const int heads, const int D) {
+    hidden_block(job, h, heads, D, 0, 0);
+}
+
+INLINE void hide_and_multiply_codes(const void *job, int64_t h, const int heads, const int D) {
+    hidden_block(job, h, heads, D, 1, 1);
+}
+
+INLINE void hide_and_multiply_floats(const void *job, int64_t h, const int heads, const int D) {
+    hidden_block(job, h, heads, D, 0, 1);
+}
+
 /* The same for all heads; `t` holds de, `products` may be null. Rows of edges need not be fast: they are many bytes. */
 LEAF void add_hidden(
     float *slopes, float *products, const float *own, const chunk *c, const job *a, const rows *x, int64_t count
 ) {
-    if (a->walk.edge_x) add_hidden_of(slopes, products, own, c, a, x, count, x->is_codes, 1, products != 0);
+    if (is_narrow(a->walk.D)) {
+        const block_job narrow = {c, a, own, x, count, slopes, products};
+        const int64_t H = a->walk.H, D = a->walk.D;
+        if (x->is_codes && products) for_blocks(hide_and_multiply_codes, &narrow, H, D);
+        else if (x->is_codes) for_blocks(hide_codes, &narrow, H, D);
+        else if (products) for_blocks(hide_and_multiply_floats, &narrow, H, D);
+        else for_blocks(hide_floats, &narrow, H, D);
+    } else if (a->walk.edge_x) add_hidden_of(slopes, products, own, c, a, x, count, x->is_codes, 1, products != 0);
     else if (x->is_codes && products) add_hidden_of(slopes, products, own, c, a, x, count, 1, 0, 1);
     else if (products) add_hidden_of(slopes, products, own, c, a, x, count, 0, 0, 1);
     else if (x->is_codes) add_hidden_of(slopes, products, own, c, a, x, count, 1, 0, 0);
@@ -303,8 +401,7 @@ static void source_row(const void *job_, int64_t n, int64_t part, float *work) {
             c.weight[i] = c.score[i] * scale[i];
             c.t[i] = c.score[i] * (scale[i] * c.t[i] - c.product[i]);
         }
-        for (int64_t h = 0; h < H; h++)
-            add_head(d_source + h * D, &grad, h * D, near_edges_of(&c, c.weight, h, count, H), D);
+        add_heads(d_source, &grad, near_edges_of(&c, c.weight, count, H), H, D);
         add_hidden(slopes, 0, own, &c, a, &a->target, count);
     }
     for (int64_t k = 0; k < width; k++) d_source[k] = multiply_add(a->att[k], slopes[k], d_source[k]);

@@ -2,7 +2,7 @@
 #ifndef QGNN_ATTENTION_ROWS_H
 #define QGNN_ATTENTION_ROWS_H
 
-#include "common.h"
+#include "narrow.h"
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -13,7 +13,6 @@
 enum {
     AHEAD = 16,  /* edges between asking for what belongs to a neighbor and using it */
     LINE = 64,   /* bytes of a cache line */
-    BLOCK = 64,  /* columns that are summed in registers */
     LANES = 16,  /* partial sums of a dot product */
     PADDING = 16 /* floats by which arrays of the workspace are rounded up */
 };
@@ -71,6 +70,40 @@ INLINE void load_row(float *restrict out, const rows *x, int64_t node, int64_t H
     }
 }
 
+/* ---- blocks of narrow heads ---- */
+
+/* A block of a row as floats: gcc makes better vectors of the conversion and of what follows in two loops. */
+INLINE const float *float_block(float *buffer, const char *row, const int width, const int is_codes) {
+    if (!is_codes) return (const float *)(const void *)row;
+#pragma GCC unroll 1
+    for (int k = 0; k < width; k++) buffer[k] = value_at(row, k, 1);
+    return buffer;
+}
+
+INLINE void add_pairs(float *restrict out, const float *restrict x, const int count) {
+    for (int i = 0; i < count; i++) out[i] = x[2 * i] + x[2 * i + 1];
+}
+
+/* out[h]: the sum of the D columns of a head; D is 4, 8 or 16. */
+INLINE void fold_heads(float *out, const float *column, const int heads, const int D) {
+    float halves[BLOCK / 2], quarters[BLOCK / 4], eighths[BLOCK / 8];
+    add_pairs(halves, column, heads * D / 2);
+    if (D == 4) {
+        add_pairs(out, halves, heads);
+        return;
+    }
+    add_pairs(quarters, halves, heads * D / 4);
+    if (D == 8) {
+        add_pairs(out, quarters, heads);
+        return;
+    }
+    add_pairs(eighths, quarters, heads * D / 8);
+    add_pairs(out, eighths, heads);
+}
+
+/* out[k] = of_head[k / D] */
+void spread_heads(float *out, const float *of_head, int64_t H, int64_t D);
+
 /* ---- sums of rows ---- */
 
 /* Edges, in any order, and a weight of each. */
@@ -84,9 +117,13 @@ typedef struct {
 /* sum[k] += weight * row[column + k] over edges, for the D columns of a head. */
 void add_head(float *sum, const rows *x, int64_t column, edges of, int64_t D);
 
+/* The same for all heads, whose weights are side by side. */
+void add_heads(float *sum, const rows *x, edges of, int64_t H, int64_t D);
+
 /* ---- dot products ---- */
 
-/* A row that is multiplied with many: as int16 with codes of its own kind, which gives exact integers, else as fp32. */
+/* A row that is multiplied with many: as int16 with codes of its own kind, which gives exact integers, else as fp32,
+ * where the products of the codes of narrow heads are exact, too. */
 typedef struct {
     const float *values;  /* without scale */
     const int16_t *codes; /* or null */
@@ -98,7 +135,7 @@ enum { EXACT_COLUMNS = 1 << 16 }; /* 2^16 * 128^2 < 2^31 */
 INLINE multiplied widen(float **work, const rows *x, int64_t node, const rows *other, int64_t H, int64_t D) {
     const int64_t width = H * D;
     const char *row = x->data + node * x->stride;
-    if (x->is_codes && other->is_codes && D <= EXACT_COLUMNS) {
+    if (x->is_codes && other->is_codes && D <= EXACT_COLUMNS && !is_narrow(D)) {
         int16_t *codes = (int16_t *)(void *)take(work, width);
         for (int64_t k = 0; k < width; k++) codes[k] = ((const int8_t *)row)[k];
         return (multiplied){0, codes};

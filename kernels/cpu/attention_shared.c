@@ -4,16 +4,28 @@
 
 /* ---- sums and products of rows ---- */
 
+/* Sums of `heads` heads of D columns. */
 INLINE void add_block(
-    float *restrict sum, const char *data, int64_t stride, edges of, const int width, const int is_codes
+    float *restrict sum, const char *data, int64_t stride, edges of, const int heads, const int D, const int is_codes
 ) {
-    float total[BLOCK];
+    const int width = heads * D;
+    float total[BLOCK], buffer[BLOCK];
     for (int k = 0; k < width; k++) total[k] = 0.0f;
     for (int64_t c = 0; c < of.count; c++) {
         const char *row = data + of.node[c] * stride, *next = data + of.ahead[c] * stride;
         for (int b = 0; b < width * (is_codes ? 1 : 4); b += LINE) __builtin_prefetch(next + b);
-        const float weight = of.weight[c * of.step];
-        for (int k = 0; k < width; k++) total[k] = multiply_add(weight, value_at(row, k, is_codes), total[k]);
+        const float *weight = of.weight + c * of.step;
+        if (heads == 1) {
+            const float w = *weight;
+            for (int k = 0; k < D; k++) total[k] = multiply_add(w, value_at(row, k, is_codes), total[k]);
+            continue;
+        }
+        const float *value = float_block(buffer, row, width, is_codes);
+        for (int h = 0; h < heads; h++) {
+            const float w = weight[h];
+#pragma GCC unroll 1 /* as in attention_rows.h */
+            for (int k = 0; k < D; k++) total[h * D + k] = multiply_add(w, value[h * D + k], total[h * D + k]);
+        }
     }
     for (int k = 0; k < width; k++) sum[k] += total[k];
 }
@@ -23,25 +35,98 @@ INLINE void add_columns(
 ) {
     const int size = is_codes ? 1 : 4;
     int64_t k = 0;
-    for (; k + BLOCK <= D; k += BLOCK) add_block(sum + k, data + k * size, stride, of, BLOCK, is_codes);
+    for (; k + BLOCK <= D; k += BLOCK) add_block(sum + k, data + k * size, stride, of, 1, BLOCK, is_codes);
     if (k + 32 <= D) {
-        add_block(sum + k, data + k * size, stride, of, 32, is_codes);
+        add_block(sum + k, data + k * size, stride, of, 1, 32, is_codes);
         k += 32;
     }
     if (k + 16 <= D) {
-        add_block(sum + k, data + k * size, stride, of, 16, is_codes);
+        add_block(sum + k, data + k * size, stride, of, 1, 16, is_codes);
         k += 16;
     }
     if (k + 8 <= D) {
-        add_block(sum + k, data + k * size, stride, of, 8, is_codes);
+        add_block(sum + k, data + k * size, stride, of, 1, 8, is_codes);
         k += 8;
     }
-    if (k < D) add_block(sum + k, data + k * size, stride, of, (int)(D - k), is_codes);
+    if (k < D) add_block(sum + k, data + k * size, stride, of, 1, (int)(D - k), is_codes);
 }
 
 void add_head(float *sum, const rows *x, int64_t column, edges of, int64_t D) {
     if (x->is_codes) add_columns(sum, x->data + column, x->stride, of, D, 1);
     else add_columns(sum, x->data + 4 * column, x->stride, of, D, 0);
+}
+
+typedef struct {
+    float *sum;
+    const rows *x;
+    edges of;
+} sum_job;
+
+INLINE void add_codes(const void *job, int64_t h, const int heads, const int D) {
+    const sum_job *a = job;
+    edges of = a->of;
+    of.weight += h;
+    add_block(a->sum + h * D, a->x->data + h * D, a->x->stride, of, heads, D, 1);
+}
+
+INLINE void add_floats(const void *job, int64_t h, const int heads, const int D) {
+    const sum_job *a = job;
+    edges of = a->of;
+    of.weight += h;
+    add_block(a->sum + h * D, a->x->data + 4 * h * D, a->x->stride, of, heads, D, 0);
+}
+
+void add_heads(float *sum, const rows *x, edges of, int64_t H, int64_t D) {
+    const sum_job job = {sum, x, of};
+    if (is_narrow(D) && x->is_codes) for_blocks(add_codes, &job, H, D);
+    else if (is_narrow(D)) for_blocks(add_floats, &job, H, D);
+    else
+        for (int64_t h = 0; h < H; h++, of.weight++) add_head(sum + h * D, x, h * D, of, D);
+}
+
+typedef struct {
+    float *out;
+    const float *own, *of_head;
+    const rows *x;
+    const int64_t *node;
+    int64_t count, H;
+} product_job;
+
+INLINE void spread_block(const void *job, int64_t h, const int heads, const int D) {
+    const product_job *a = job;
+    for (int i = 0; i < heads; i++)
+#pragma GCC unroll 1
+        for (int k = 0; k < D; k++) a->out[(h + i) * D + k] = a->of_head[h + i];
+}
+
+void spread_heads(float *out, const float *of_head, int64_t H, int64_t D) {
+    const product_job job = {.out = out, .of_head = of_head};
+    if (is_narrow(D)) for_blocks(spread_block, &job, H, D);
+    else
+        for (int64_t h = 0; h < H; h++)
+            for (int64_t k = h * D; k < (h + 1) * D; k++) out[k] = of_head[h];
+}
+
+INLINE void multiply_block(const product_job *a, int64_t h, const int heads, const int D, const int is_codes) {
+    const int width = heads * D;
+    const float *own = a->own + h * D;
+    const char *data = a->x->data + h * D * (is_codes ? 1 : 4);
+    for (int64_t c = 0; c < a->count; c++) {
+        const char *row = data + a->node[c] * a->x->stride, *next = data + a->node[c + AHEAD] * a->x->stride;
+        for (int b = 0; b < width * (is_codes ? 1 : 4); b += LINE) __builtin_prefetch(next + b);
+        float product[BLOCK];
+#pragma GCC unroll 1
+        for (int k = 0; k < width; k++) product[k] = own[k] * value_at(row, k, is_codes);
+        fold_heads(a->out + c * a->H + h, product, heads, D);
+    }
+}
+
+INLINE void multiply_codes(const void *job, int64_t h, const int heads, const int D) {
+    multiply_block(job, h, heads, D, 1);
+}
+
+INLINE void multiply_floats(const void *job, int64_t h, const int heads, const int D) {
+    multiply_block(job, h, heads, D, 0);
 }
 
 INLINE float dot_integers(const int16_t *a, const char *row, const int64_t D) {
@@ -66,10 +151,12 @@ INLINE void dots_of_width(
 }
 
 void dots(float *out, multiplied own, const rows *x, const int64_t *node, int64_t count, int64_t H, int64_t D) {
-    if (!own.codes && x->is_codes) dots_of_width(out, own, x, node, count, H, D, 1, 0);
+    if (is_narrow(D)) {
+        const product_job job = {.out = out, .own = own.values, .x = x, .node = node, .count = count, .H = H};
+        if (x->is_codes) for_blocks(multiply_codes, &job, H, D);
+        else for_blocks(multiply_floats, &job, H, D);
+    } else if (!own.codes && x->is_codes) dots_of_width(out, own, x, node, count, H, D, 1, 0);
     else if (!own.codes) dots_of_width(out, own, x, node, count, H, D, 0, 0);
-    else if (D == 8) dots_of_width(out, own, x, node, count, H, 8, 1, 1);
-    else if (D == 16) dots_of_width(out, own, x, node, count, H, 16, 1, 1);
     else if (D == 32) dots_of_width(out, own, x, node, count, H, 32, 1, 1);
     else if (D == 64) dots_of_width(out, own, x, node, count, H, 64, 1, 1);
     else if (D == 128) dots_of_width(out, own, x, node, count, H, 128, 1, 1);
@@ -167,14 +254,18 @@ void weigh(float *score, int64_t count, float *largest, float *sum, float *shrin
 
 void add_edge_rows(float *sum, const float *weight, const chunk *c, const walk *a, int64_t count) {
     const rows x = rows_of_edges(a);
-    for (int64_t h = 0; h < a->H; h++) {
-        const edges of = {c->position, c->position, weight + h, a->H, count};
-        add_head(sum + h * a->D, &x, h * a->D, of, a->D);
-    }
+    add_heads(sum, &x, (edges){c->position, c->position, weight, a->H, count}, a->H, a->D);
 }
 
 void round_gradient(const walk *a, int64_t n) {
     const int64_t H = a->H, D = a->D;
+    const uint64_t first = (uint64_t)(n * H * D / 2), last = first + (uint64_t)(H * D / 2);
+    if (a->codes && is_narrow(D) && first >> 32 == last >> 32) {
+        float *scales = a->record + n * 4 * H + 3 * H;
+        const narrow_row row = {a->codes + n * H * D, scales, a->grad + n * a->stride_grad, first, a->rule};
+        quantize_narrow(&row, H, D);
+        return;
+    }
     for (int64_t h = 0; h < H; h++) {
         const int64_t row = n * H + h;
         const float *grad = a->grad + n * a->stride_grad + h * D;
