@@ -89,14 +89,16 @@ void drop_weights(float *weight, const chunk *c, const walk *a, int64_t count);
  * row so far. `shrink` [H] is what earlier sums have to be multiplied by. A row of nothing but -inf has sum 0. */
 void weigh(float *score, int64_t count, float *largest, float *sum, float *shrink, float *part, int64_t H);
 
-/* A row's sums of exponentials times values become its result, and L. */
+/* A row's sums of exponentials times values become its result, and L; `inverse` [H] is for its own use. */
 INLINE void finish_softmax(
-    float *restrict out, float *restrict lse, const float *largest, const float *sum, int is_empty, int64_t H, int64_t D
+    float *out, float *restrict lse, const float *restrict largest, const float *restrict sum, float *restrict inverse,
+    int is_empty, int64_t H, int64_t D
 ) {
+    for (int64_t h = 0; h < H; h++) inverse[h] = is_empty ? 0.0f : 1.0f / sum[h];
+    scale_heads(out, inverse, H, D);
     for (int64_t h = 0; h < H; h++) {
-        const float inverse = is_empty ? 0.0f : 1.0f / sum[h];
-        for (int64_t k = h * D; k < (h + 1) * D; k++) out[k] *= inverse;
-        lse[h] = is_empty ? 0.0f : sum[h] == 0.0f ? NAN : largest[h] + logf(sum[h]);
+        const float log = largest[h] + log_fp32(sum[h]);
+        lse[h] = is_empty ? 0.0f : sum[h] == 0.0f ? NAN : log;
     }
 }
 
@@ -119,10 +121,11 @@ INLINE rows rows_of_edges(const walk *a) { return make_rows(a->edge_x, 0, a->H *
 void add_edge_rows(float *sum, const float *weight, const chunk *c, const walk *a, int64_t count);
 
 /* Row n of the result, from scores and the rows of `x` (and those of edges, if they have `values`). */
-INLINE void attend(
-    const walk *a, const void *job, int64_t n, float *work, score_task score, const rows *x, const int edges_have_values
+INLINE void attend_of(
+    const walk *a, const void *job, int64_t n, float *work, score_task score, const rows *x,
+    const int edges_have_values, const int64_t H
 ) {
-    const int64_t H = a->H, D = a->D, width = H * D;
+    const int64_t D = a->D, width = H * D;
     const int64_t begin = load_index(a->indptr, n, (int)a->wide), end = load_index(a->indptr, n + 1, (int)a->wide);
     float *out = a->out + n * width;
     const chunk c = make_chunk(a, &work);
@@ -135,13 +138,22 @@ INLINE void attend(
         score(&c, job, n, first, count, work);
         weigh(c.score, count, largest, sum, shrink, part, H);
         drop_weights(c.score, &c, a, count);
-        for (int64_t h = 0; h < H && first > begin; h++)
-            for (int64_t k = h * D; k < (h + 1) * D; k++) out[k] *= shrink[h];
+        if (first > begin) scale_heads(out, shrink, H, D);
         if (edges_have_values && a->edge_x) add_edge_rows(out, c.score, &c, a, count);
         for (int64_t i = 0; i < count * H; i++) c.score[i] *= c.scale[i];
         add_heads(out, x, edges_of(&c, c.score, count, H), H, D);
     }
-    finish_softmax(out, a->lse + n * H, largest, sum, begin == end, H, D);
+    finish_softmax(out, a->lse + n * H, largest, sum, part, begin == end, H, D);
+}
+
+/* Common numbers of heads get code of their own, here and in what follows. */
+INLINE void attend(
+    const walk *a, const void *job, int64_t n, float *work, score_task score, const rows *x, const int edges_have_values
+) {
+    if (a->H == 1) attend_of(a, job, n, work, score, x, edges_have_values, 1);
+    else if (a->H == 4) attend_of(a, job, n, work, score, x, edges_have_values, 4);
+    else if (a->H == 8) attend_of(a, job, n, work, score, x, edges_have_values, 8);
+    else attend_of(a, job, n, work, score, x, edges_have_values, a->H);
 }
 
 /* ---- backward ---- */

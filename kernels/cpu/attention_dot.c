@@ -33,10 +33,9 @@ INLINE doubled load_doubled(
     const int64_t H = a->walk.H, D = a->walk.D;
     const multiplied row = widen(work, x, n, other, H, D);
     if (!a->walk.edge_x && !a->d_edge) return (doubled){row, 0};
-    const rows unscaled = {x->data, 0, x->stride, x->is_codes};
     float *scaled = take(work, H * D);
-    load_row(scaled, &unscaled, n, H, D);
-    for (int64_t i = 0; i < H * D && scale; i++) scaled[i] *= scale[i / D];
+    load_values(scaled, x, n, H * D);
+    if (scale) scale_heads(scaled, scale, H, D);
     return (doubled){row, scaled};
 }
 

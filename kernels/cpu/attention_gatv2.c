@@ -149,12 +149,6 @@ EXPORT void qgnn_attention_gatv2(
 
 /* ---- backward ---- */
 
-/* `above` where value > 0, else `below`, by bits: gcc makes a branch of a comparison here, and no vectors. */
-INLINE float choose(float value, float above, float below) {
-    const uint32_t bits = bits_of(value), not_positive = (uint32_t)((int32_t)(bits | (bits - 1)) >> 31);
-    return float_of((bits_of(above) & ~not_positive) | (bits_of(below) & not_positive));
-}
-
 /* Sums over edges of de * leaky'(h) and, if wanted, of de * leaky(h), for `width` columns of a head. */
 INLINE void add_hidden_block(
     float *restrict slopes, float *restrict products, const float *restrict own, const chunk *c, const job *a,

@@ -86,25 +86,34 @@ void add_heads(float *sum, const rows *x, edges of, int64_t H, int64_t D) {
 
 typedef struct {
     float *out;
-    const float *own, *of_head;
+    const float *own;
     const rows *x;
     const int64_t *node;
     int64_t count, H;
 } product_job;
 
-INLINE void spread_block(const void *job, int64_t h, const int heads, const int D) {
-    const product_job *a = job;
-    for (int i = 0; i < heads; i++)
+typedef struct {
+    float *x;
+    const float *factor;
+} scale_job;
+
+INLINE void scale_block(const void *job, int64_t h, const int heads, const int D) {
+    const scale_job *a = job;
+    float *x = a->x + h * D;
+    const float *factor = a->factor + h;
+    for (int i = 0; i < heads; i++) {
+        const float f = factor[i];
 #pragma GCC unroll 1
-        for (int k = 0; k < D; k++) a->out[(h + i) * D + k] = a->of_head[h + i];
+        for (int k = 0; k < D; k++) x[i * D + k] *= f;
+    }
 }
 
-void spread_heads(float *out, const float *of_head, int64_t H, int64_t D) {
-    const product_job job = {.out = out, .of_head = of_head};
-    if (is_narrow(D)) for_blocks(spread_block, &job, H, D);
+void scale_heads(float *x, const float *factor, int64_t H, int64_t D) {
+    const scale_job job = {x, factor};
+    if (is_narrow(D)) for_blocks(scale_block, &job, H, D);
     else
         for (int64_t h = 0; h < H; h++)
-            for (int64_t k = h * D; k < (h + 1) * D; k++) out[k] = of_head[h];
+            for (int64_t k = h * D; k < (h + 1) * D; k++) x[k] *= factor[h];
 }
 
 INLINE void multiply_block(const product_job *a, int64_t h, const int heads, const int D, const int is_codes) {
@@ -161,6 +170,12 @@ void dots(float *out, multiplied own, const rows *x, const int64_t *node, int64_
     else if (D == 64) dots_of_width(out, own, x, node, count, H, 64, 1, 1);
     else if (D == 128) dots_of_width(out, own, x, node, count, H, 128, 1, 1);
     else dots_of_width(out, own, x, node, count, H, D, 1, 1);
+}
+
+void dot_heads(float *out, const float *own, const void *other, int64_t is_codes, int64_t H, int64_t D) {
+    const int64_t node[1 + AHEAD] = {0};
+    const rows x = make_rows(other, 0, 0, is_codes);
+    dots(out, (multiplied){own, 0}, &x, node, 1, H, D);
 }
 
 /* ---- chunks of edges ---- */
