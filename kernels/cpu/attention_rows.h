@@ -90,6 +90,7 @@ INLINE const float *float_block(float *buffer, const char *row, const int width,
 }
 
 INLINE void add_pairs(float *restrict out, const float *restrict x, const int count) {
+#pragma GCC unroll 1
     for (int i = 0; i < count; i++) out[i] = x[2 * i] + x[2 * i + 1];
 }
 

@@ -40,6 +40,7 @@ typedef struct {
 } narrow_row;
 
 INLINE void larger_of_pairs(uint32_t *restrict out, const uint32_t *restrict x, const int count) {
+#pragma GCC unroll 1
     for (int i = 0; i < count; i++) out[i] = x[2 * i] > x[2 * i + 1] ? x[2 * i] : x[2 * i + 1];
 }
 
