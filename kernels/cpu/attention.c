@@ -31,10 +31,7 @@ LEAF void score_edges(const chunk *c, const job *a, int64_t n, int64_t first, in
     const int64_t H = a->walk.H;
     const float *target = a->score_target + n * H;
     load_nodes(c, &a->walk, first, count);
-    if (H == 1) add_scores(c->score, target, a->score_source, c->node, count, 1);
-    else if (H == 4) add_scores(c->score, target, a->score_source, c->node, count, 4);
-    else if (H == 8) add_scores(c->score, target, a->score_source, c->node, count, 8);
-    else add_scores(c->score, target, a->score_source, c->node, count, H);
+    WITH_HEADS(H, add_scores, c->score, target, a->score_source, c->node, count);
     if (a->edge_score)
         for (int64_t i = 0; i < count * H; i++) c->score[i] += a->edge_score[first * H + i];
     gather_scales(c->scale, &a->x, c->node, count, H);
@@ -168,10 +165,7 @@ INLINE void target_row_of(const job *a, int64_t n, float *work, const int64_t H)
 
 static void target_row(const void *job_, int64_t n, int64_t part, float *work) {
     const job *a = job_;
-    if (a->walk.H == 1) target_row_of(a, n, work, 1);
-    else if (a->walk.H == 4) target_row_of(a, n, work, 4);
-    else if (a->walk.H == 8) target_row_of(a, n, work, 8);
-    else target_row_of(a, n, work, a->walk.H);
+    WITH_HEADS(a->walk.H, target_row_of, a, n, work);
 }
 
 /* What the rows of sources need of the targets, `record` [N, 4, H] and, unless it is null, `codes` [N, H * D]; and the
@@ -235,10 +229,7 @@ INLINE void source_row_of(const job *a, int64_t n, float *work, const int64_t H)
 
 static void source_row(const void *job_, int64_t n, int64_t part, float *work) {
     const job *a = job_;
-    if (a->walk.H == 1) source_row_of(a, n, work, 1);
-    else if (a->walk.H == 4) source_row_of(a, n, work, 4);
-    else if (a->walk.H == 8) source_row_of(a, n, work, 8);
-    else source_row_of(a, n, work, a->walk.H);
+    WITH_HEADS(a->walk.H, source_row_of, a, n, work);
 }
 
 /* The gradients of the sources' scores and rows, and of the edges' scores unless `d_edge` is null. The graph is the

@@ -36,6 +36,15 @@ typedef struct {
     float *record; /* [N, 4, H] of targets: what a kind needs, L, D, scale of the codes */
 } walk;
 
+/* Calls a function whose last argument is the number of heads: common ones get code of their own. */
+#define WITH_HEADS(number, function, ...) \
+    do { \
+        if ((number) == 1) function(__VA_ARGS__, 1); \
+        else if ((number) == 4) function(__VA_ARGS__, 4); \
+        else if ((number) == 8) function(__VA_ARGS__, 8); \
+        else function(__VA_ARGS__, number); \
+    } while (0)
+
 /* ---- chunks of edges ---- */
 
 typedef struct {
@@ -92,14 +101,12 @@ void weigh(float *score, int64_t count, float *largest, float *sum, float *shrin
 /* A row's sums of exponentials times values become its result, and L; `inverse` [H] is for its own use. */
 INLINE void finish_softmax(
     float *out, float *restrict lse, const float *restrict largest, const float *restrict sum, float *restrict inverse,
-    int is_empty, int64_t H, int64_t D
+    int64_t H, int64_t D
 ) {
-    for (int64_t h = 0; h < H; h++) inverse[h] = is_empty ? 0.0f : 1.0f / sum[h];
+    for (int64_t h = 0; h < H; h++) inverse[h] = 1.0f / sum[h];
     scale_heads(out, inverse, H, D);
-    for (int64_t h = 0; h < H; h++) {
-        const float log = largest[h] + log_fp32(sum[h]);
-        lse[h] = is_empty ? 0.0f : sum[h] == 0.0f ? NAN : log;
-    }
+    for (int64_t h = 0; h < H; h++) lse[h] = largest[h] + log_fp32(sum[h]);
+    for (int64_t h = 0; h < H; h++) lse[h] = sum[h] == 0.0f ? NAN : lse[h];
 }
 
 /* Makes the scores of `count` edges of row n from `first` on, and loads their nodes and the scales of their values. */
@@ -128,6 +135,11 @@ INLINE void attend_of(
     const int64_t D = a->D, width = H * D;
     const int64_t begin = load_index(a->indptr, n, (int)a->wide), end = load_index(a->indptr, n + 1, (int)a->wide);
     float *out = a->out + n * width;
+    if (begin == end) {
+        memset(out, 0, (size_t)width * sizeof(float));
+        memset(a->lse + n * H, 0, (size_t)H * sizeof(float));
+        return;
+    }
     const chunk c = make_chunk(a, &work);
     float *largest = take(&work, H), *sum = take(&work, H), *shrink = take(&work, H), *part = take(&work, H);
     memset(out, 0, (size_t)width * sizeof(float));
@@ -143,17 +155,13 @@ INLINE void attend_of(
         for (int64_t i = 0; i < count * H; i++) c.score[i] *= c.scale[i];
         add_heads(out, x, edges_of(&c, c.score, count, H), H, D);
     }
-    finish_softmax(out, a->lse + n * H, largest, sum, part, begin == end, H, D);
+    finish_softmax(out, a->lse + n * H, largest, sum, part, H, D);
 }
 
-/* Common numbers of heads get code of their own, here and in what follows. */
 INLINE void attend(
     const walk *a, const void *job, int64_t n, float *work, score_task score, const rows *x, const int edges_have_values
 ) {
-    if (a->H == 1) attend_of(a, job, n, work, score, x, edges_have_values, 1);
-    else if (a->H == 4) attend_of(a, job, n, work, score, x, edges_have_values, 4);
-    else if (a->H == 8) attend_of(a, job, n, work, score, x, edges_have_values, 8);
-    else attend_of(a, job, n, work, score, x, edges_have_values, a->H);
+    WITH_HEADS(a->H, attend_of, a, job, n, work, score, x, edges_have_values);
 }
 
 /* ---- backward ---- */

@@ -81,9 +81,14 @@ INLINE float choose(float value, float above, float below) {
     return float_of((bits_of(above) & ~not_positive) | (bits_of(below) & not_positive));
 }
 
-/* A block of a row as floats: gcc makes better vectors of the conversion and of what follows in two loops. */
-INLINE const float *float_block(float *buffer, const char *row, const int width, const int is_codes) {
-    if (!is_codes) return (const float *)(const void *)row;
+/* A block of a row as floats, and asks for that of another one. */
+INLINE const float *float_block(
+    float *buffer, const rows *x, int64_t node, int64_t ahead, int64_t column, const int width
+) {
+    const int64_t size = x->is_codes ? 1 : 4;
+    const char *row = x->data + node * x->stride + column * size, *next = x->data + ahead * x->stride + column * size;
+    for (int64_t b = 0; b < width * size; b += LINE) __builtin_prefetch(next + b);
+    if (!x->is_codes) return (const float *)(const void *)row;
 #pragma GCC unroll 1
     for (int k = 0; k < width; k++) buffer[k] = value_at(row, k, 1);
     return buffer;

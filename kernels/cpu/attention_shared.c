@@ -4,28 +4,16 @@
 
 /* ---- sums and products of rows ---- */
 
-/* Sums of `heads` heads of D columns. */
 INLINE void add_block(
-    float *restrict sum, const char *data, int64_t stride, edges of, const int heads, const int D, const int is_codes
+    float *restrict sum, const char *data, int64_t stride, edges of, const int width, const int is_codes
 ) {
-    const int width = heads * D;
-    float total[BLOCK], buffer[BLOCK];
+    float total[BLOCK];
     for (int k = 0; k < width; k++) total[k] = 0.0f;
     for (int64_t c = 0; c < of.count; c++) {
         const char *row = data + of.node[c] * stride, *next = data + of.ahead[c] * stride;
         for (int b = 0; b < width * (is_codes ? 1 : 4); b += LINE) __builtin_prefetch(next + b);
-        const float *weight = of.weight + c * of.step;
-        if (heads == 1) {
-            const float w = *weight;
-            for (int k = 0; k < D; k++) total[k] = multiply_add(w, value_at(row, k, is_codes), total[k]);
-            continue;
-        }
-        const float *value = float_block(buffer, row, width, is_codes);
-        for (int h = 0; h < heads; h++) {
-            const float w = weight[h];
-#pragma GCC unroll 1 /* as in attention_rows.h */
-            for (int k = 0; k < D; k++) total[h * D + k] = multiply_add(w, value[h * D + k], total[h * D + k]);
-        }
+        const float weight = of.weight[c * of.step];
+        for (int k = 0; k < width; k++) total[k] = multiply_add(weight, value_at(row, k, is_codes), total[k]);
     }
     for (int k = 0; k < width; k++) sum[k] += total[k];
 }
@@ -35,20 +23,20 @@ INLINE void add_columns(
 ) {
     const int size = is_codes ? 1 : 4;
     int64_t k = 0;
-    for (; k + BLOCK <= D; k += BLOCK) add_block(sum + k, data + k * size, stride, of, 1, BLOCK, is_codes);
+    for (; k + BLOCK <= D; k += BLOCK) add_block(sum + k, data + k * size, stride, of, BLOCK, is_codes);
     if (k + 32 <= D) {
-        add_block(sum + k, data + k * size, stride, of, 1, 32, is_codes);
+        add_block(sum + k, data + k * size, stride, of, 32, is_codes);
         k += 32;
     }
     if (k + 16 <= D) {
-        add_block(sum + k, data + k * size, stride, of, 1, 16, is_codes);
+        add_block(sum + k, data + k * size, stride, of, 16, is_codes);
         k += 16;
     }
     if (k + 8 <= D) {
-        add_block(sum + k, data + k * size, stride, of, 1, 8, is_codes);
+        add_block(sum + k, data + k * size, stride, of, 8, is_codes);
         k += 8;
     }
-    if (k < D) add_block(sum + k, data + k * size, stride, of, 1, (int)(D - k), is_codes);
+    if (k < D) add_block(sum + k, data + k * size, stride, of, (int)(D - k), is_codes);
 }
 
 void add_head(float *sum, const rows *x, int64_t column, edges of, int64_t D) {
@@ -57,40 +45,35 @@ void add_head(float *sum, const rows *x, int64_t column, edges of, int64_t D) {
 }
 
 typedef struct {
-    float *sum;
+    float *out;
     const rows *x;
     edges of;
 } sum_job;
 
-INLINE void add_codes(const void *job, int64_t h, const int heads, const int D) {
+INLINE void add_narrow(const void *job, int64_t h, const int heads, const int D) {
     const sum_job *a = job;
-    edges of = a->of;
-    of.weight += h;
-    add_block(a->sum + h * D, a->x->data + h * D, a->x->stride, of, heads, D, 1);
-}
-
-INLINE void add_floats(const void *job, int64_t h, const int heads, const int D) {
-    const sum_job *a = job;
-    edges of = a->of;
-    of.weight += h;
-    add_block(a->sum + h * D, a->x->data + 4 * h * D, a->x->stride, of, heads, D, 0);
+    const edges of = a->of;
+    const int width = heads * D;
+    float *out = a->out + h * D, total[BLOCK], buffer[BLOCK];
+    for (int k = 0; k < width; k++) total[k] = 0.0f;
+    for (int64_t c = 0; c < of.count; c++) {
+        const float *value = float_block(buffer, a->x, of.node[c], of.ahead[c], h * D, width);
+        const float *weights = of.weight + c * of.step + h;
+        for (int i = 0; i < heads; i++) {
+            const float weight = weights[i];
+#pragma GCC unroll 1 /* as in attention_rows.h */
+            for (int k = i * D; k < i * D + D; k++) total[k] = multiply_add(weight, value[k], total[k]);
+        }
+    }
+    for (int k = 0; k < width; k++) out[k] += total[k];
 }
 
 void add_heads(float *sum, const rows *x, edges of, int64_t H, int64_t D) {
     const sum_job job = {sum, x, of};
-    if (is_narrow(D) && x->is_codes) for_blocks(add_codes, &job, H, D);
-    else if (is_narrow(D)) for_blocks(add_floats, &job, H, D);
+    if (is_narrow(D)) for_blocks(add_narrow, &job, H, D);
     else
         for (int64_t h = 0; h < H; h++, of.weight++) add_head(sum + h * D, x, h * D, of, D);
 }
-
-typedef struct {
-    float *out;
-    const float *own;
-    const rows *x;
-    const int64_t *node;
-    int64_t count, H;
-} product_job;
 
 typedef struct {
     float *x;
@@ -116,26 +99,24 @@ void scale_heads(float *x, const float *factor, int64_t H, int64_t D) {
             for (int64_t k = h * D; k < (h + 1) * D; k++) x[k] *= factor[h];
 }
 
-INLINE void multiply_block(const product_job *a, int64_t h, const int heads, const int D, const int is_codes) {
-    const int width = heads * D;
+typedef struct {
+    float *out;
+    const float *own;
+    const rows *x;
+    const int64_t *node;
+    int64_t count, H;
+} product_job;
+
+INLINE void multiply_narrow(const void *job, int64_t h, const int heads, const int D) {
+    const product_job *a = job;
     const float *own = a->own + h * D;
-    const char *data = a->x->data + h * D * (is_codes ? 1 : 4);
+    float product[BLOCK], buffer[BLOCK];
     for (int64_t c = 0; c < a->count; c++) {
-        const char *row = data + a->node[c] * a->x->stride, *next = data + a->node[c + AHEAD] * a->x->stride;
-        for (int b = 0; b < width * (is_codes ? 1 : 4); b += LINE) __builtin_prefetch(next + b);
-        float product[BLOCK];
+        const float *value = float_block(buffer, a->x, a->node[c], a->node[c + AHEAD], h * D, heads * D);
 #pragma GCC unroll 1
-        for (int k = 0; k < width; k++) product[k] = own[k] * value_at(row, k, is_codes);
+        for (int k = 0; k < heads * D; k++) product[k] = own[k] * value[k];
         fold_heads(a->out + c * a->H + h, product, heads, D);
     }
-}
-
-INLINE void multiply_codes(const void *job, int64_t h, const int heads, const int D) {
-    multiply_block(job, h, heads, D, 1);
-}
-
-INLINE void multiply_floats(const void *job, int64_t h, const int heads, const int D) {
-    multiply_block(job, h, heads, D, 0);
 }
 
 INLINE float dot_integers(const int16_t *a, const char *row, const int64_t D) {
@@ -162,8 +143,7 @@ INLINE void dots_of_width(
 void dots(float *out, multiplied own, const rows *x, const int64_t *node, int64_t count, int64_t H, int64_t D) {
     if (is_narrow(D)) {
         const product_job job = {.out = out, .own = own.values, .x = x, .node = node, .count = count, .H = H};
-        if (x->is_codes) for_blocks(multiply_codes, &job, H, D);
-        else for_blocks(multiply_floats, &job, H, D);
+        for_blocks(multiply_narrow, &job, H, D);
     } else if (!own.codes && x->is_codes) dots_of_width(out, own, x, node, count, H, D, 1, 0);
     else if (!own.codes) dots_of_width(out, own, x, node, count, H, D, 0, 0);
     else if (D == 32) dots_of_width(out, own, x, node, count, H, 32, 1, 1);
@@ -192,10 +172,7 @@ INLINE void gather_scales_of(
 void gather_scales(float *out, const rows *x, const int64_t *node, int64_t count, int64_t H) {
     if (!x->scale)
         for (int64_t i = 0; i < count * H; i++) out[i] = 1.0f;
-    else if (H == 1) gather_scales_of(out, x->scale, node, count, 1);
-    else if (H == 4) gather_scales_of(out, x->scale, node, count, 4);
-    else if (H == 8) gather_scales_of(out, x->scale, node, count, 8);
-    else gather_scales_of(out, x->scale, node, count, H);
+    else WITH_HEADS(H, gather_scales_of, out, x->scale, node, count);
 }
 
 /* 0 or the factor for each weight; `bits` has room for hashes and both halves of their counters. */
@@ -259,12 +236,8 @@ INLINE void weigh_heads(
     for (int64_t h = 0; h < H; h++) sum[h] = sum[h] * shrink[h] + part[h];
 }
 
-/* Common numbers of heads get code of their own, here and below. */
 void weigh(float *score, int64_t count, float *largest, float *sum, float *shrink, float *part, int64_t H) {
-    if (H == 1) weigh_heads(score, count, largest, sum, shrink, part, 1);
-    else if (H == 4) weigh_heads(score, count, largest, sum, shrink, part, 4);
-    else if (H == 8) weigh_heads(score, count, largest, sum, shrink, part, 8);
-    else weigh_heads(score, count, largest, sum, shrink, part, H);
+    WITH_HEADS(H, weigh_heads, score, count, largest, sum, shrink, part);
 }
 
 void add_edge_rows(float *sum, const float *weight, const chunk *c, const walk *a, int64_t count) {
@@ -301,10 +274,7 @@ INLINE void read_records_of(const chunk *c, const walk *a, int64_t count, const 
 }
 
 void read_records(const chunk *c, const walk *a, int64_t count) {
-    if (a->H == 1) read_records_of(c, a, count, 1);
-    else if (a->H == 4) read_records_of(c, a, count, 4);
-    else if (a->H == 8) read_records_of(c, a, count, 8);
-    else read_records_of(c, a, count, a->H);
+    WITH_HEADS(a->H, read_records_of, c, a, count);
 }
 
 void for_rows(
