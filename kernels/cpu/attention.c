@@ -107,9 +107,10 @@ LEAF void part_by_sign(
     for (int64_t i = 0; i < n; i++) negative[i] = choose(score[i], 0.0f, weight[i]);
 }
 
-INLINE void target_row_of(const job *a, int64_t n, float *work, const int64_t H) {
+static void target_row(const void *job_, int64_t n, int64_t part, float *work) {
+    const job *a = job_;
     const walk *w = &a->walk;
-    const int64_t D = w->D, width = H * D;
+    const int64_t H = w->H, D = w->D, width = H * D;
     const int64_t begin = load_index(w->indptr, n, (int)w->wide), end = load_index(w->indptr, n + 1, (int)w->wide);
     const float *grad = w->grad + n * w->stride_grad, *lse = w->lse + n * H;
     const chunk c = make_chunk(w, &work);
@@ -163,11 +164,6 @@ INLINE void target_row_of(const job *a, int64_t n, float *work, const int64_t H)
     memcpy(record + H, lse, (size_t)H * sizeof(float));
 }
 
-static void target_row(const void *job_, int64_t n, int64_t part, float *work) {
-    const job *a = job_;
-    WITH_HEADS(a->walk.H, target_row_of, a, n, work);
-}
-
 /* What the rows of sources need of the targets, `record` [N, 4, H] and, unless it is null, `codes` [N, H * D]; and the
  * gradients of the targets' scores. */
 EXPORT void qgnn_attention_targets(
@@ -192,9 +188,10 @@ EXPORT void qgnn_attention_targets(
 
 /* ---- backward: the rows of sources ---- */
 
-INLINE void source_row_of(const job *a, int64_t n, float *work, const int64_t H) {
+static void source_row(const void *job_, int64_t n, int64_t part, float *work) {
+    const job *a = job_;
     const walk *w = &a->walk;
-    const int64_t D = w->D, width = H * D;
+    const int64_t H = w->H, D = w->D, width = H * D;
     const int64_t begin = load_index(w->indptr, n, (int)w->wide), end = load_index(w->indptr, n + 1, (int)w->wide);
     const rows grad = gradient_rows(w);
     const chunk c = make_chunk(w, &work);
@@ -225,11 +222,6 @@ INLINE void source_row_of(const job *a, int64_t n, float *work, const int64_t H)
             for (int64_t h = 0; h < H; h++) a->d_edge[c.position[i] * H + h] = c.t[i * H + h];
         add_heads(dx, &grad, near_edges_of(&c, c.weight, count, H), H, D);
     }
-}
-
-static void source_row(const void *job_, int64_t n, int64_t part, float *work) {
-    const job *a = job_;
-    WITH_HEADS(a->walk.H, source_row_of, a, n, work);
 }
 
 /* The gradients of the sources' scores and rows, and of the edges' scores unless `d_edge` is null. The graph is the
