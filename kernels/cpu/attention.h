@@ -101,7 +101,7 @@ void weigh(float *score, int64_t count, float *largest, float *sum, float *shrin
 /* A row's sums of exponentials times values become its result, and L; `inverse` [H] is for its own use. */
 INLINE void finish_softmax(
     float *out, float *restrict lse, const float *restrict largest, const float *restrict sum, float *restrict inverse,
-    int64_t D, const int64_t H
+    int64_t H, int64_t D
 ) {
     for (int64_t h = 0; h < H; h++) inverse[h] = 1.0f / sum[h];
     scale_heads(out, inverse, H, D);
@@ -128,10 +128,11 @@ INLINE rows rows_of_edges(const walk *a) { return make_rows(a->edge_x, 0, a->H *
 void add_edge_rows(float *sum, const float *weight, const chunk *c, const walk *a, int64_t count);
 
 /* Row n of the result, from scores and the rows of `x` (and those of edges, if they have `values`). */
-INLINE void attend(
-    const walk *a, const void *job, int64_t n, float *work, score_task score, const rows *x, const int edges_have_values
+INLINE void attend_of(
+    const walk *a, const void *job, int64_t n, float *work, score_task score, const rows *x,
+    const int edges_have_values, const int64_t H
 ) {
-    const int64_t H = a->H, D = a->D, width = H * D;
+    const int64_t D = a->D, width = H * D;
     const int64_t begin = load_index(a->indptr, n, (int)a->wide), end = load_index(a->indptr, n + 1, (int)a->wide);
     float *out = a->out + n * width;
     if (begin == end) {
@@ -154,7 +155,13 @@ INLINE void attend(
         for (int64_t i = 0; i < count * H; i++) c.score[i] *= c.scale[i];
         add_heads(out, x, edges_of(&c, c.score, count, H), H, D);
     }
-    WITH_HEADS(H, finish_softmax, out, a->lse + n * H, largest, sum, part, D);
+    finish_softmax(out, a->lse + n * H, largest, sum, part, H, D);
+}
+
+INLINE void attend(
+    const walk *a, const void *job, int64_t n, float *work, score_task score, const rows *x, const int edges_have_values
+) {
+    WITH_HEADS(a->H, attend_of, a, job, n, work, score, x, edges_have_values);
 }
 
 /* ---- backward ---- */
