@@ -129,7 +129,7 @@ static void target_row(const void *job_, int64_t n, int64_t part, float *work) {
         add_shares(share_positive, share_negative, c.score, c.weight, count, H);
         drop_weights(c.weight, &c, w, count);
         for (int64_t i = 0; i < count * H; i++) c.weight[i] *= c.scale[i];
-        if (is_narrow(D)) {
+        if (is_narrow(H, D)) {
             part_by_sign(c.t, c.product, c.score, c.weight, count * H);
             add_heads(positive, &a->x, edges_of(&c, c.t, count, H), H, D);
             add_heads(negative, &a->x, near_edges_of(&c, c.product, count, H), H, D);

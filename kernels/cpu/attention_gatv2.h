@@ -96,7 +96,7 @@ INLINE void score_narrow(const void *job_, int64_t h, const int heads, const int
 /* Scores of the edges of a row whose values are `own`; `scale` holds those of the neighbors' rows. */
 LEAF void score_edges(const chunk *c, const job *a, const float *own, const rows *x, int64_t count) {
     const block_job narrow = {.c = c, .a = a, .own = own, .x = x, .count = count};
-    if (is_narrow(a->walk.D)) for_blocks(score_narrow, &narrow, a->walk.H, a->walk.D);
+    if (is_narrow(a->walk.H, a->walk.D)) for_blocks(score_narrow, &narrow, a->walk.H, a->walk.D);
     else if (x->is_codes && a->walk.edge_x) add_scores(c, a, own, x, count, 1, 1);
     else if (x->is_codes) add_scores(c, a, own, x, count, 1, 0);
     else if (a->walk.edge_x) add_scores(c, a, own, x, count, 0, 1);
@@ -196,7 +196,7 @@ INLINE void add_slopes_and_products(const void *job, int64_t h, const int heads,
 LEAF void add_hidden(
     float *slopes, float *products, const float *own, const chunk *c, const job *a, const rows *x, int64_t count
 ) {
-    if (is_narrow(a->walk.D)) {
+    if (is_narrow(a->walk.H, a->walk.D)) {
         const block_job narrow = {c, a, own, x, count, slopes, products};
         const int64_t H = a->walk.H, D = a->walk.D;
         if (products) for_blocks(add_slopes_and_products, &narrow, H, D);

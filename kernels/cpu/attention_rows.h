@@ -146,7 +146,7 @@ enum { EXACT_COLUMNS = 1 << 16 }; /* 2^16 * 128^2 < 2^31 */
 /* Row `node` of `x`, to be multiplied with rows of `other`. */
 INLINE multiplied widen(float **work, const rows *x, int64_t node, const rows *other, int64_t H, int64_t D) {
     const int64_t width = H * D;
-    if (x->is_codes && other->is_codes && D <= EXACT_COLUMNS && !is_narrow(D)) {
+    if (x->is_codes && other->is_codes && D <= EXACT_COLUMNS && !is_narrow(H, D)) {
         int16_t *codes = (int16_t *)(void *)take(work, width);
         const int8_t *row = (const int8_t *)x->data + node * x->stride;
         for (int64_t k = 0; k < width; k++) codes[k] = row[k];

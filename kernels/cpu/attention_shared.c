@@ -70,7 +70,7 @@ INLINE void add_narrow(const void *job, int64_t h, const int heads, const int D)
 
 void add_heads(float *sum, const rows *x, edges of, int64_t H, int64_t D) {
     const sum_job job = {sum, x, of};
-    if (is_narrow(D)) for_blocks(add_narrow, &job, H, D);
+    if (is_narrow(H, D)) for_blocks(add_narrow, &job, H, D);
     else
         for (int64_t h = 0; h < H; h++, of.weight++) add_head(sum + h * D, x, h * D, of, D);
 }
@@ -93,7 +93,7 @@ INLINE void scale_block(const void *job, int64_t h, const int heads, const int D
 
 void scale_heads(float *x, const float *factor, int64_t H, int64_t D) {
     const scale_job job = {x, factor};
-    if (is_narrow(D)) for_blocks(scale_block, &job, H, D);
+    if (is_narrow(H, D)) for_blocks(scale_block, &job, H, D);
     else
         for (int64_t h = 0; h < H; h++)
             for (int64_t k = h * D; k < (h + 1) * D; k++) x[k] *= factor[h];
@@ -141,11 +141,13 @@ INLINE void dots_of_width(
 }
 
 void dots(float *out, multiplied own, const rows *x, const int64_t *node, int64_t count, int64_t H, int64_t D) {
-    if (is_narrow(D)) {
+    if (is_narrow(H, D)) {
         const product_job job = {.out = out, .own = own.values, .x = x, .node = node, .count = count, .H = H};
         for_blocks(multiply_narrow, &job, H, D);
     } else if (!own.codes && x->is_codes) dots_of_width(out, own, x, node, count, H, D, 1, 0);
     else if (!own.codes) dots_of_width(out, own, x, node, count, H, D, 0, 0);
+    else if (D == 8) dots_of_width(out, own, x, node, count, H, 8, 1, 1);
+    else if (D == 16) dots_of_width(out, own, x, node, count, H, 16, 1, 1);
     else if (D == 32) dots_of_width(out, own, x, node, count, H, 32, 1, 1);
     else if (D == 64) dots_of_width(out, own, x, node, count, H, 64, 1, 1);
     else if (D == 128) dots_of_width(out, own, x, node, count, H, 128, 1, 1);
@@ -248,7 +250,7 @@ void add_edge_rows(float *sum, const float *weight, const chunk *c, const walk *
 void round_gradient(const walk *a, int64_t n) {
     const int64_t H = a->H, D = a->D;
     const uint64_t first = (uint64_t)(n * H * D / 2), last = first + (uint64_t)(H * D / 2);
-    if (a->codes && is_narrow(D) && first >> 32 == last >> 32) {
+    if (a->codes && is_narrow(H, D) && first >> 32 == last >> 32) {
         float *scales = a->record + n * 4 * H + 3 * H;
         const narrow_row row = {a->codes + n * H * D, scales, a->grad + n * a->stride_grad, first, a->rule};
         quantize_narrow(&row, H, D);

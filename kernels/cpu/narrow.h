@@ -10,7 +10,7 @@ enum {
     PART = 16   /* columns of a smaller block, where there are no BLOCK left */
 };
 
-INLINE int is_narrow(int64_t D) { return D == 4 || D == 8 || D == 16; }
+INLINE int is_narrow(int64_t H, int64_t D) { return H > 1 && (D == 4 || D == 8 || D == 16); }
 
 /* What is done with `heads` heads of D columns, from head h on. */
 typedef void (*block_task)(const void *job, int64_t h, const int heads, const int D);

@@ -14,7 +14,7 @@ EXPORT void qgnn_quantize_groups(
     threads = useful_threads(N * F, threads);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t n = 0; n < N; n++) {
-        if (is_narrow(group) && F % group == 0) {
+        if (is_narrow(groups, group) && F % group == 0) {
             const narrow_row row = {codes + n * F, scale + n * groups, x + n * stride_x, (uint64_t)(n * pairs), rule};
             quantize_narrow(&row, groups, group);
             continue;
