@@ -31,10 +31,7 @@ LEAF void score_edges(const chunk *c, const job *a, int64_t n, int64_t first, in
     const int64_t H = a->walk.H;
     const float *target = a->score_target + n * H;
     load_nodes(c, &a->walk, first, count);
-    if (H == 1) add_scores(c->score, target, a->score_source, c->node, count, 1);
-    else if (H == 4) add_scores(c->score, target, a->score_source, c->node, count, 4);
-    else if (H == 8) add_scores(c->score, target, a->score_source, c->node, count, 8);
-    else add_scores(c->score, target, a->score_source, c->node, count, H);
+    WITH_HEADS(H, add_scores, c->score, target, a->score_source, c->node, count);
     if (a->edge_score)
         for (int64_t i = 0; i < count * H; i++) c->score[i] += a->edge_score[first * H + i];
     gather_scales(c->scale, &a->x, c->node, count, H);
@@ -92,14 +89,22 @@ LEAF int64_t split_by_sign(split to, const chunk *c, int64_t h, int64_t count, i
 }
 
 /* Sums of p of the edges of a row by the sign of their scores. */
-LEAF void add_shares(float *positive, float *negative, const chunk *c, int64_t count, int64_t H) {
+INLINE void add_shares(
+    float *restrict positive, float *restrict negative, const float *score, const float *p, int64_t count, int64_t H
+) {
     for (int64_t i = 0; i < count; i++)
         for (int64_t h = 0; h < H; h++) {
-            const float p = c->weight[i * H + h];
-            const int is_positive = c->score[i * H + h] > 0.0f;
-            positive[h] += is_positive ? p : 0.0f;
-            negative[h] += is_positive ? 0.0f : p;
+            positive[h] += choose(score[i * H + h], p[i * H + h], 0.0f);
+            negative[h] += choose(score[i * H + h], 0.0f, p[i * H + h]);
         }
+}
+
+/* Weights by the sign of scores, with zeros where it is the other one. */
+LEAF void part_by_sign(
+    float *restrict positive, float *restrict negative, const float *score, const float *weight, int64_t n
+) {
+    for (int64_t i = 0; i < n; i++) positive[i] = choose(score[i], weight[i], 0.0f);
+    for (int64_t i = 0; i < n; i++) negative[i] = choose(score[i], 0.0f, weight[i]);
 }
 
 static void target_row(const void *job_, int64_t n, int64_t part, float *work) {
@@ -121,9 +126,15 @@ static void target_row(const void *job_, int64_t n, int64_t part, float *work) {
         score_edges(&c, a, n, first, count);
         for (int64_t i = 0; i < count * H; i++) c.weight[i] = leaky_relu(c.score[i], a->slope);
         recompute_weights(c.weight, lse, count, H);
-        add_shares(share_positive, share_negative, &c, count, H);
+        add_shares(share_positive, share_negative, c.score, c.weight, count, H);
         drop_weights(c.weight, &c, w, count);
         for (int64_t i = 0; i < count * H; i++) c.weight[i] *= c.scale[i];
+        if (is_narrow(H, D)) {
+            part_by_sign(c.t, c.product, c.score, c.weight, count * H);
+            add_heads(positive, &a->x, edges_of(&c, c.t, count, H), H, D);
+            add_heads(negative, &a->x, near_edges_of(&c, c.product, count, H), H, D);
+            continue;
+        }
         for (int64_t h = 0; h < H; h++) {
             const int64_t front = split_by_sign(to, &c, h, count, H);
             const edges above = {to.node, to.ahead, to.weight, 1, front};
@@ -134,20 +145,23 @@ static void target_row(const void *job_, int64_t n, int64_t part, float *work) {
     }
     float *record = w->record + n * 4 * H;
     round_gradient(w, n);
+    float *above = take(&work, H), *below = take(&work, H), *products = record + 2 * H;
+    dot_heads(above, grad, positive, 0, H, D);
+    dot_heads(below, grad, negative, 0, H, D);
     for (int64_t h = 0; h < H; h++) {
-        const int64_t at = h * D;
-        const float above = dot_values(grad + at, (const char *)(positive + at), D, 0);
-        const float below = dot_values(grad + at, (const char *)(negative + at), D, 0);
-        const float d_target = (1.0f - a->slope) * (share_negative[h] * above - share_positive[h] * below);
+        const float d_target = (1.0f - a->slope) * (share_negative[h] * above[h] - share_positive[h] * below[h]);
         a->d_target[n * H + h] = begin == end ? 0.0f : d_target; /* whatever the gradient is */
-        for (int64_t k = at; k < at + D; k++) positive[k] += negative[k];
-        const char *codes = w->codes ? (const char *)w->codes + n * width + at : 0;
-        record[h] = a->score_target[n * H + h];
-        record[H + h] = lse[h];
-        record[2 * H + h] = codes ? dot_values(positive + at, codes, D, 1) * record[3 * H + h] : above + below;
-        const float share = begin == end ? 1.0f : share_positive[h] + share_negative[h];
-        normalize_products(record + 2 * H + h, &share, 1);
     }
+    if (w->codes) {
+        for (int64_t k = 0; k < width; k++) positive[k] += negative[k];
+        dot_heads(products, positive, w->codes + n * width, 1, H, D);
+        for (int64_t h = 0; h < H; h++) products[h] *= record[3 * H + h];
+    } else
+        for (int64_t h = 0; h < H; h++) products[h] = above[h] + below[h];
+    for (int64_t h = 0; h < H; h++) share_positive[h] = begin == end ? 1.0f : share_positive[h] + share_negative[h];
+    normalize_products(products, share_positive, H);
+    memcpy(record, a->score_target + n * H, (size_t)H * sizeof(float));
+    memcpy(record + H, lse, (size_t)H * sizeof(float));
 }
 
 /* What the rows of sources need of the targets, `record` [N, 4, H] and, unless it is null, `codes` [N, H * D]; and the
@@ -199,17 +213,14 @@ static void source_row(const void *job_, int64_t n, int64_t part, float *work) {
         for (int64_t i = 0; i < count && a->x.scale; i++)
             for (int64_t h = 0; h < H; h++) c.t[i * H + h] *= a->x.scale[n * H + h];
         drop_weights(c.scale, &c, w, count);
-        for (int64_t i = 0; i < values; i++) {
-            const float p = c.weight[i];
-            c.weight[i] = p * c.scale[i];
-            c.t[i] = p * (c.scale[i] * c.t[i] - c.product[i]) * (c.score[i] > 0.0f ? 1.0f : a->slope);
-        }
+        for (int64_t i = 0; i < values; i++)
+            c.t[i] = c.weight[i] * (c.scale[i] * c.t[i] - c.product[i]) * choose(c.score[i], 1.0f, a->slope);
+        for (int64_t i = 0; i < values; i++) c.weight[i] *= c.scale[i];
         for (int64_t i = 0; i < count; i++)
             for (int64_t h = 0; h < H; h++) d_source[h] += c.t[i * H + h];
         for (int64_t i = 0; i < count && a->d_edge; i++)
             for (int64_t h = 0; h < H; h++) a->d_edge[c.position[i] * H + h] = c.t[i * H + h];
-        for (int64_t h = 0; h < H; h++)
-            add_head(dx + h * D, &grad, h * D, near_edges_of(&c, c.weight, h, count, H), D);
+        add_heads(dx, &grad, near_edges_of(&c, c.weight, count, H), H, D);
     }
 }
 

@@ -36,6 +36,15 @@ typedef struct {
     float *record; /* [N, 4, H] of targets: what a kind needs, L, D, scale of the codes */
 } walk;
 
+/* Calls a function whose last argument is the number of heads: common ones get code of their own. */
+#define WITH_HEADS(number, function, ...) \
+    do { \
+        if ((number) == 1) function(__VA_ARGS__, 1); \
+        else if ((number) == 4) function(__VA_ARGS__, 4); \
+        else if ((number) == 8) function(__VA_ARGS__, 8); \
+        else function(__VA_ARGS__, number); \
+    } while (0)
+
 /* ---- chunks of edges ---- */
 
 typedef struct {
@@ -89,28 +98,28 @@ void drop_weights(float *weight, const chunk *c, const walk *a, int64_t count);
  * row so far. `shrink` [H] is what earlier sums have to be multiplied by. A row of nothing but -inf has sum 0. */
 void weigh(float *score, int64_t count, float *largest, float *sum, float *shrink, float *part, int64_t H);
 
-/* A row's sums of exponentials times values become its result, and L. */
+/* A row's sums of exponentials times values become its result, and L; `inverse` [H] is for its own use. */
 INLINE void finish_softmax(
-    float *restrict out, float *restrict lse, const float *largest, const float *sum, int is_empty, int64_t H, int64_t D
+    float *out, float *restrict lse, const float *restrict largest, const float *restrict sum, float *restrict inverse,
+    int64_t H, int64_t D
 ) {
-    for (int64_t h = 0; h < H; h++) {
-        const float inverse = is_empty ? 0.0f : 1.0f / sum[h];
-        for (int64_t k = h * D; k < (h + 1) * D; k++) out[k] *= inverse;
-        lse[h] = is_empty ? 0.0f : sum[h] == 0.0f ? NAN : largest[h] + logf(sum[h]);
-    }
+    for (int64_t h = 0; h < H; h++) inverse[h] = 1.0f / sum[h];
+    scale_heads(out, inverse, H, D);
+    for (int64_t h = 0; h < H; h++) lse[h] = largest[h] + log_fp32(sum[h]);
+    for (int64_t h = 0; h < H; h++) lse[h] = sum[h] == 0.0f ? NAN : lse[h];
 }
 
 /* Makes the scores of `count` edges of row n from `first` on, and loads their nodes and the scales of their values. */
 typedef void (*score_task)(const chunk *c, const void *job, int64_t n, int64_t first, int64_t count, float *own);
 
-/* The edges that one head sums up. */
-INLINE edges edges_of(const chunk *c, const float *weight, int64_t h, int64_t count, int64_t H) {
-    return (edges){c->node, c->node + AHEAD, weight + h, H, count};
+/* The edges that are summed up. */
+INLINE edges edges_of(const chunk *c, const float *weight, int64_t count, int64_t H) {
+    return (edges){c->node, c->node + AHEAD, weight, H, count};
 }
 
 /* The same for what is in cache by now. */
-INLINE edges near_edges_of(const chunk *c, const float *weight, int64_t h, int64_t count, int64_t H) {
-    return (edges){c->node, c->node, weight + h, H, count};
+INLINE edges near_edges_of(const chunk *c, const float *weight, int64_t count, int64_t H) {
+    return (edges){c->node, c->node, weight, H, count};
 }
 
 INLINE rows rows_of_edges(const walk *a) { return make_rows(a->edge_x, 0, a->H * a->D, 0); }
@@ -119,12 +128,18 @@ INLINE rows rows_of_edges(const walk *a) { return make_rows(a->edge_x, 0, a->H *
 void add_edge_rows(float *sum, const float *weight, const chunk *c, const walk *a, int64_t count);
 
 /* Row n of the result, from scores and the rows of `x` (and those of edges, if they have `values`). */
-INLINE void attend(
-    const walk *a, const void *job, int64_t n, float *work, score_task score, const rows *x, const int edges_have_values
+INLINE void attend_of(
+    const walk *a, const void *job, int64_t n, float *work, score_task score, const rows *x,
+    const int edges_have_values, const int64_t H
 ) {
-    const int64_t H = a->H, D = a->D, width = H * D;
+    const int64_t D = a->D, width = H * D;
     const int64_t begin = load_index(a->indptr, n, (int)a->wide), end = load_index(a->indptr, n + 1, (int)a->wide);
     float *out = a->out + n * width;
+    if (begin == end) {
+        memset(out, 0, (size_t)width * sizeof(float));
+        memset(a->lse + n * H, 0, (size_t)H * sizeof(float));
+        return;
+    }
     const chunk c = make_chunk(a, &work);
     float *largest = take(&work, H), *sum = take(&work, H), *shrink = take(&work, H), *part = take(&work, H);
     memset(out, 0, (size_t)width * sizeof(float));
@@ -135,13 +150,18 @@ INLINE void attend(
         score(&c, job, n, first, count, work);
         weigh(c.score, count, largest, sum, shrink, part, H);
         drop_weights(c.score, &c, a, count);
-        for (int64_t h = 0; h < H && first > begin; h++)
-            for (int64_t k = h * D; k < (h + 1) * D; k++) out[k] *= shrink[h];
+        if (first > begin) scale_heads(out, shrink, H, D);
         if (edges_have_values && a->edge_x) add_edge_rows(out, c.score, &c, a, count);
         for (int64_t i = 0; i < count * H; i++) c.score[i] *= c.scale[i];
-        for (int64_t h = 0; h < H; h++) add_head(out + h * D, x, h * D, edges_of(&c, c.score, h, count, H), D);
+        add_heads(out, x, edges_of(&c, c.score, count, H), H, D);
     }
-    finish_softmax(out, a->lse + n * H, largest, sum, begin == end, H, D);
+    finish_softmax(out, a->lse + n * H, largest, sum, part, H, D);
+}
+
+INLINE void attend(
+    const walk *a, const void *job, int64_t n, float *work, score_task score, const rows *x, const int edges_have_values
+) {
+    WITH_HEADS(a->H, attend_of, a, job, n, work, score, x, edges_have_values);
 }
 
 /* ---- backward ---- */

@@ -33,10 +33,9 @@ INLINE doubled load_doubled(
     const int64_t H = a->walk.H, D = a->walk.D;
     const multiplied row = widen(work, x, n, other, H, D);
     if (!a->walk.edge_x && !a->d_edge) return (doubled){row, 0};
-    const rows unscaled = {x->data, 0, x->stride, x->is_codes};
     float *scaled = take(work, H * D);
-    load_row(scaled, &unscaled, n, H, D);
-    for (int64_t i = 0; i < H * D && scale; i++) scaled[i] *= scale[i / D];
+    load_values(scaled, x, n, H * D);
+    if (scale) scale_heads(scaled, scale, H, D);
     return (doubled){row, scaled};
 }
 
@@ -165,8 +164,7 @@ static void target_row(const void *job_, int64_t n, int64_t part, float *work) {
         if (w->edge_x) add_edge_rows(d_query, c.t, &c, w, count);
         if (a->d_edge) write_edges(&c, &s, first, count);
         for (int64_t i = 0; i < count * H; i++) c.t[i] *= s.key_scale[i];
-        for (int64_t h = 0; h < H; h++)
-            add_head(d_query + h * D, &a->key, h * D, near_edges_of(&c, c.t, h, count, H), D);
+        add_heads(d_query, &a->key, near_edges_of(&c, c.t, count, H), H, D);
     }
 }
 
@@ -245,10 +243,8 @@ static void source_row(const void *job_, int64_t n, int64_t part, float *work) {
             c.t[i] = ds * query_scale[i];
             c.weight[i] *= c.scale[i];
         }
-        for (int64_t h = 0; h < H; h++) {
-            add_head(d_key + h * D, &a->query, h * D, near_edges_of(&c, c.t, h, count, H), D);
-            add_head(d_value + h * D, &grad, h * D, near_edges_of(&c, c.weight, h, count, H), D);
-        }
+        add_heads(d_key, &a->query, near_edges_of(&c, c.t, count, H), H, D);
+        add_heads(d_value, &grad, near_edges_of(&c, c.weight, count, H), H, D);
     }
 }
 

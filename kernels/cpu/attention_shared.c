@@ -44,6 +44,81 @@ void add_head(float *sum, const rows *x, int64_t column, edges of, int64_t D) {
     else add_columns(sum, x->data + 4 * column, x->stride, of, D, 0);
 }
 
+typedef struct {
+    float *out;
+    const rows *x;
+    edges of;
+} sum_job;
+
+INLINE void add_narrow(const void *job, int64_t h, const int heads, const int D) {
+    const sum_job *a = job;
+    const edges of = a->of;
+    const int width = heads * D;
+    float *out = a->out + h * D, total[BLOCK], buffer[BLOCK];
+    for (int k = 0; k < width; k++) total[k] = 0.0f;
+    for (int64_t c = 0; c < of.count; c++) {
+        const float *value = float_block(buffer, a->x, of.node[c], of.ahead[c], h * D, width);
+        const float *weights = of.weight + c * of.step + h;
+        for (int i = 0; i < heads; i++) {
+            const float weight = weights[i];
+#pragma GCC unroll 1 /* as in attention_rows.h */
+            for (int k = i * D; k < i * D + D; k++) total[k] = multiply_add(weight, value[k], total[k]);
+        }
+    }
+    for (int k = 0; k < width; k++) out[k] += total[k];
+}
+
+void add_heads(float *sum, const rows *x, edges of, int64_t H, int64_t D) {
+    const sum_job job = {sum, x, of};
+    if (is_narrow(H, D)) for_blocks(add_narrow, &job, H, D);
+    else
+        for (int64_t h = 0; h < H; h++, of.weight++) add_head(sum + h * D, x, h * D, of, D);
+}
+
+typedef struct {
+    float *x;
+    const float *factor;
+} scale_job;
+
+INLINE void scale_block(const void *job, int64_t h, const int heads, const int D) {
+    const scale_job *a = job;
+    float *x = a->x + h * D;
+    const float *factor = a->factor + h;
+    for (int i = 0; i < heads; i++) {
+        const float f = factor[i];
+#pragma GCC unroll 1
+        for (int k = 0; k < D; k++) x[i * D + k] *= f;
+    }
+}
+
+void scale_heads(float *x, const float *factor, int64_t H, int64_t D) {
+    const scale_job job = {x, factor};
+    if (is_narrow(H, D)) for_blocks(scale_block, &job, H, D);
+    else
+        for (int64_t h = 0; h < H; h++)
+            for (int64_t k = h * D; k < (h + 1) * D; k++) x[k] *= factor[h];
+}
+
+typedef struct {
+    float *out;
+    const float *own;
+    const rows *x;
+    const int64_t *node;
+    int64_t count, H;
+} product_job;
+
+INLINE void multiply_narrow(const void *job, int64_t h, const int heads, const int D) {
+    const product_job *a = job;
+    const float *own = a->own + h * D;
+    float product[BLOCK], buffer[BLOCK];
+    for (int64_t c = 0; c < a->count; c++) {
+        const float *value = float_block(buffer, a->x, a->node[c], a->node[c + AHEAD], h * D, heads * D);
+#pragma GCC unroll 1
+        for (int k = 0; k < heads * D; k++) product[k] = own[k] * value[k];
+        fold_heads(a->out + c * a->H + h, product, heads, D);
+    }
+}
+
 INLINE float dot_integers(const int16_t *a, const char *row, const int64_t D) {
     int32_t sum = 0;
     for (int64_t k = 0; k < D; k++) sum += (int32_t)a[k] * (int32_t)((const int8_t *)row)[k];
@@ -66,7 +141,10 @@ INLINE void dots_of_width(
 }
 
 void dots(float *out, multiplied own, const rows *x, const int64_t *node, int64_t count, int64_t H, int64_t D) {
-    if (!own.codes && x->is_codes) dots_of_width(out, own, x, node, count, H, D, 1, 0);
+    if (is_narrow(H, D)) {
+        const product_job job = {.out = out, .own = own.values, .x = x, .node = node, .count = count, .H = H};
+        for_blocks(multiply_narrow, &job, H, D);
+    } else if (!own.codes && x->is_codes) dots_of_width(out, own, x, node, count, H, D, 1, 0);
     else if (!own.codes) dots_of_width(out, own, x, node, count, H, D, 0, 0);
     else if (D == 8) dots_of_width(out, own, x, node, count, H, 8, 1, 1);
     else if (D == 16) dots_of_width(out, own, x, node, count, H, 16, 1, 1);
@@ -74,6 +152,12 @@ void dots(float *out, multiplied own, const rows *x, const int64_t *node, int64_
     else if (D == 64) dots_of_width(out, own, x, node, count, H, 64, 1, 1);
     else if (D == 128) dots_of_width(out, own, x, node, count, H, 128, 1, 1);
     else dots_of_width(out, own, x, node, count, H, D, 1, 1);
+}
+
+void dot_heads(float *out, const float *own, const void *other, int64_t is_codes, int64_t H, int64_t D) {
+    const int64_t node[1 + AHEAD] = {0};
+    const rows x = make_rows(other, 0, 0, is_codes);
+    dots(out, (multiplied){own, 0}, &x, node, 1, H, D);
 }
 
 /* ---- chunks of edges ---- */
@@ -90,10 +174,7 @@ INLINE void gather_scales_of(
 void gather_scales(float *out, const rows *x, const int64_t *node, int64_t count, int64_t H) {
     if (!x->scale)
         for (int64_t i = 0; i < count * H; i++) out[i] = 1.0f;
-    else if (H == 1) gather_scales_of(out, x->scale, node, count, 1);
-    else if (H == 4) gather_scales_of(out, x->scale, node, count, 4);
-    else if (H == 8) gather_scales_of(out, x->scale, node, count, 8);
-    else gather_scales_of(out, x->scale, node, count, H);
+    else WITH_HEADS(H, gather_scales_of, out, x->scale, node, count);
 }
 
 /* 0 or the factor for each weight; `bits` has room for hashes and both halves of their counters. */
@@ -157,24 +238,24 @@ INLINE void weigh_heads(
     for (int64_t h = 0; h < H; h++) sum[h] = sum[h] * shrink[h] + part[h];
 }
 
-/* Common numbers of heads get code of their own, here and below. */
 void weigh(float *score, int64_t count, float *largest, float *sum, float *shrink, float *part, int64_t H) {
-    if (H == 1) weigh_heads(score, count, largest, sum, shrink, part, 1);
-    else if (H == 4) weigh_heads(score, count, largest, sum, shrink, part, 4);
-    else if (H == 8) weigh_heads(score, count, largest, sum, shrink, part, 8);
-    else weigh_heads(score, count, largest, sum, shrink, part, H);
+    WITH_HEADS(H, weigh_heads, score, count, largest, sum, shrink, part);
 }
 
 void add_edge_rows(float *sum, const float *weight, const chunk *c, const walk *a, int64_t count) {
     const rows x = rows_of_edges(a);
-    for (int64_t h = 0; h < a->H; h++) {
-        const edges of = {c->position, c->position, weight + h, a->H, count};
-        add_head(sum + h * a->D, &x, h * a->D, of, a->D);
-    }
+    add_heads(sum, &x, (edges){c->position, c->position, weight, a->H, count}, a->H, a->D);
 }
 
 void round_gradient(const walk *a, int64_t n) {
     const int64_t H = a->H, D = a->D;
+    const uint64_t first = (uint64_t)(n * H * D / 2), last = first + (uint64_t)(H * D / 2);
+    if (a->codes && is_narrow(H, D) && first >> 32 == last >> 32) {
+        float *scales = a->record + n * 4 * H + 3 * H;
+        const narrow_row row = {a->codes + n * H * D, scales, a->grad + n * a->stride_grad, first, a->rule};
+        quantize_narrow(&row, H, D);
+        return;
+    }
     for (int64_t h = 0; h < H; h++) {
         const int64_t row = n * H + h;
         const float *grad = a->grad + n * a->stride_grad + h * D;
@@ -195,10 +276,7 @@ INLINE void read_records_of(const chunk *c, const walk *a, int64_t count, const 
 }
 
 void read_records(const chunk *c, const walk *a, int64_t count) {
-    if (a->H == 1) read_records_of(c, a, count, 1);
-    else if (a->H == 4) read_records_of(c, a, count, 4);
-    else if (a->H == 8) read_records_of(c, a, count, 8);
-    else read_records_of(c, a, count, a->H);
+    WITH_HEADS(a->H, read_records_of, c, a, count);
 }
 
 void for_rows(

@@ -134,11 +134,10 @@ INLINE uint32_t absmax_bits(const float *x, int64_t n) {
 /* Scale of a group; `steps` becomes the inverse scale times 65536, or 0 if every code of the group is 0. */
 INLINE float absmax_scale(uint32_t largest, float qmax, float *steps) {
     const float absmax = float_of(largest);
-    *steps = 0.0f;
-    if (largest >= 0x7F800000u) return NAN;
-    if (!(absmax > 1e-30f)) return 0.0f;
-    *steps = (float)(qmax * (1 - 0x1p-22)) / absmax * 65536.0f;
-    return absmax * (float)(1.0 / qmax);
+    const int is_finite = largest < 0x7F800000u, is_zero = !(absmax > 1e-30f);
+    const float inverse = (float)(qmax * (1 - 0x1p-22)) / absmax * 65536.0f, scale = absmax * (float)(1.0 / qmax);
+    *steps = is_zero || !is_finite ? 0.0f : inverse;
+    return !is_finite ? NAN : is_zero ? 0.0f : scale;
 }
 
 /* Codes of columns first .. first + n of the row `row`, which has pairs_per_row(F) = `pairs`. */

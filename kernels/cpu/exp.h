@@ -1,4 +1,4 @@
-/* The exponential function, in plain operations that a compiler turns into vector instructions. */
+/* The exponential function and the logarithm, in plain operations that a compiler turns into vector instructions. */
 #ifndef QGNN_EXP_H
 #define QGNN_EXP_H
 
@@ -32,6 +32,24 @@ INLINE float exp_fp32(float x) {
     /* 2^n in two factors, as neither 2^128 nor 2^-150 is a normal number. */
     const int32_t half = exponent >> 1;
     return p * float_of((uint32_t)(half + 127) << 23) * float_of((uint32_t)(exponent - half + 127) << 23);
+}
+
+/* ln x in fp32 of a normal number x, by Cephes' logf: at most 1 ulp away, exact at 1; x itself if it is inf or NaN. */
+INLINE float log_fp32(float x) {
+    const uint32_t bits = bits_of(x) - 0x3F3504F3u; /* of sqrt(1/2): so much above it, m is in [sqrt(1/2), sqrt(2)) */
+    const float exponent = (float)((int32_t)bits >> 23);
+    const float m = float_of((bits & 0x007FFFFFu) + 0x3F3504F3u) - 1.0f, square = m * m;
+    float p = 7.0376836292e-2f;
+    p = p * m - 1.1514610310e-1f;
+    p = p * m + 1.1676998740e-1f;
+    p = p * m - 1.2420140846e-1f;
+    p = p * m + 1.4249322787e-1f;
+    p = p * m - 1.6668057665e-1f;
+    p = p * m + 2.0000714765e-1f;
+    p = p * m - 2.4999993993e-1f;
+    p = p * m + 3.3333331174e-1f;
+    const float low = p * m * square + exponent * -2.12194440e-4f - 0.5f * square;
+    return x <= 3.402823466e38f ? m + low + exponent * 0.693359375f : x;
 }
 
 #endif

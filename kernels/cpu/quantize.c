@@ -2,6 +2,7 @@
  * Oracle: qgnn.reference.quantize, quantize_grad. */
 
 #include "epilogue.h"
+#include "narrow.h"
 
 /* One scale for each `group` columns of a row. */
 EXPORT void qgnn_quantize_groups(
@@ -12,7 +13,12 @@ EXPORT void qgnn_quantize_groups(
     const int64_t pairs = pairs_per_row(F), groups = (F + group - 1) / group;
     threads = useful_threads(N * F, threads);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t n = 0; n < N; n++)
+    for (int64_t n = 0; n < N; n++) {
+        if (is_narrow(groups, group) && F % group == 0) {
+            const narrow_row row = {codes + n * F, scale + n * groups, x + n * stride_x, (uint64_t)(n * pairs), rule};
+            quantize_narrow(&row, groups, group);
+            continue;
+        }
         for (int64_t g = 0; g < groups; g++) {
             const int64_t first = g * group, width = min_i64(group, F - first);
             const float *values = x + n * stride_x + first;
@@ -20,6 +26,7 @@ EXPORT void qgnn_quantize_groups(
             scale[n * groups + g] = absmax_scale(absmax_bits(values, width), rule.qmax, &steps);
             round_columns(codes + n * F + first, values, n, first, width, pairs, steps, rule);
         }
+    }
 }
 
 /* One scale for the matrix. */

@@ -143,7 +143,7 @@ def run_softmax(indptr: Tensor, index: Tensor, transposed: tuple[Tensor, Tensor]
 
 def run_attention(edge_index: Tensor, S: int, N: int) -> None:
     for kind in KINDS:
-        for H, D in ((1, 1), (3, 7), (1, 40), (4, 16), (2, 130)):
+        for H, D in ((1, 1), (3, 7), (1, 40), (5, 4), (4, 16), (2, 130)):
             for codes in (True, False):
                 g = graph_of(edge_index, S, N, torch.int32 if codes else torch.int64)
                 o = operands(kind, g, H, D, codes=codes, edges=True, dropout=True)

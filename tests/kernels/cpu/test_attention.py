@@ -30,6 +30,8 @@ from qgnn import reference
 MODULES = {"attention": kernels, "attention_gatv2": attention_gatv2, "attention_dot": attention_dot}
 WIDTHS = [(1, 1), (3, 7), (1, 40), (2, 33), (8, 8), (4, 64), (2, 130)]  # H, D: blocks of all widths, and what is left
 
+NARROW = [(H, D) for D in (4, 8, 16) for H in (1, 3, 8, 17)]  # heads of which several are taken at a time
+
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -56,13 +58,24 @@ def test_every_width(kind: str, heads: int, width: int, codes: bool) -> None:
 
 @kinds
 @pytest.mark.parametrize("codes", [True, False], ids=["codes", "floats"])
-def test_rows_of_several_chunks(kind: str, codes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_heads_of_all_numbers(kind: str, codes: bool) -> None:
+    g = named_graph("random")
+    for heads, width in NARROW:
+        for options in ({}, {"edges": True, "dropout": True}):
+            for rounding in ({}, GRAD):
+                assert_attention(kind, g, operands(kind, g, heads, width, codes=codes, **options), **rounding)
+
+
+@kinds
+@pytest.mark.parametrize("codes", [True, False], ids=["codes", "floats"])
+@pytest.mark.parametrize("width", [20, 8])
+def test_rows_of_several_chunks(kind: str, codes: bool, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The softmax goes on from chunk to chunk, whether or not the next one has a larger score."""
     monkeypatch.setattr(attention_shared, "CHUNK", 8)
     for name in ("hub", "broadcast", "one_pair", "power_law"):
         g = named_graph(name)
         for options in ({}, {"edges": True, "dropout": True}):
-            o = operands(kind, g, 3, 20, codes=codes, **options)
+            o = operands(kind, g, 3, width, codes=codes, **options)
             assert_attention(kind, g, o, **GRAD)
             assert_attention(kind, g, o)
 
@@ -81,8 +94,9 @@ def test_dropout_decides_by_the_bits_of_the_matrix_of_edges_and_heads(kind: str)
 @kinds
 @pytest.mark.parametrize("bits", [2, 8])
 @pytest.mark.parametrize("seed", [None, torch.tensor([5])], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize(("heads", "width"), [(3, 17), *NARROW[1::3]])
 def test_codes_of_the_gradient_are_those_of_quantize(
-    kind: str, bits: int, seed: Tensor | None, monkeypatch: pytest.MonkeyPatch
+    kind: str, bits: int, seed: Tensor | None, heads: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     g, found = named_graph("power_law"), {}
     launch = MODULES[kind].launch
@@ -92,32 +106,35 @@ def test_codes_of_the_gradient_are_those_of_quantize(
         found.update({(t.dtype, t.dim()): t for t in args if isinstance(t, Tensor) and name.endswith("_targets")})
 
     monkeypatch.setattr(MODULES[kind], "launch", watched)
-    o = operands(kind, g, 3, 17)
-    grad = torch.randn(g.targets, 51) * torch.logspace(-3, 3, g.targets)[:, None]
+    o = operands(kind, g, heads, width)
+    grad = torch.randn(g.targets, heads * width) * torch.logspace(-3, 3, g.targets)[:, None]
+    grad[:3, ::width] = torch.tensor([math.nan, math.inf, -0.0])[:, None]  # a row of zeros comes next
+    grad[3] = 0
     backward(kind, g, o, forward(kind, g, o)[1], grad, grad_bits=bits, seed=seed, stream=3)
-    codes, scale = reference.quantize(grad.view(-1, 17), bits=bits, seed=seed, stream=3)
-    assert torch.equal(found[torch.int8, 2].view(-1, 17), codes)
-    assert torch.equal(found[torch.float32, 3][:, 3].flatten(), scale)  # of the records
+    codes, scale = reference.quantize(grad.view(-1, width), bits=bits, seed=seed, stream=3)
+    assert torch.equal(found[torch.int8, 2].view(-1, width), codes)
+    assert torch.equal(found[torch.float32, 3][:, 3].flatten().nan_to_num(-1), scale.nan_to_num(-1))  # of the records
 
 
 def test_rows_whose_scores_have_one_sign_have_no_gradient_of_the_targets_score() -> None:
     g = named_graph("power_law")
-    for sign in (1, -1):
-        o = operands("attention", g, 4, 32, codes=True, dropout=True)
+    for sign, width in ((1, 32), (-1, 32), (1, 8), (-1, 8)):
+        o = operands("attention", g, 4, width, codes=True, dropout=True)
         o = o._replace(args=(sign * o.args[0].abs(), sign * o.args[1].abs(), o.args[2]))
         lse = forward("attention", g, o)[1]
         for rounding in ({}, GRAD):
-            d_target = backward("attention", g, o, lse, torch.randn(g.targets, 128), **rounding)[0]
+            d_target = backward("attention", g, o, lse, torch.randn(g.targets, 4 * width), **rounding)[0]
             assert not d_target.any()
 
 
 @kinds
 @pytest.mark.parametrize("special", [math.nan, math.inf])
 @pytest.mark.parametrize("where", ["source", "target", "grad"])
-def test_special_values_reach_the_rows_whose_edges_see_them(kind: str, special: float, where: str) -> None:
+@pytest.mark.parametrize("width", [10, 8])
+def test_special_values_reach_the_rows_whose_edges_see_them(kind: str, special: float, where: str, width: int) -> None:
     g = named_graph("random")
-    o = operands(kind, g, 3, 10)
-    grad = torch.randn(g.targets, 30)
+    o = operands(kind, g, 3, width)
+    grad = torch.randn(g.targets, 3 * width)
     clean = forward(kind, g, o)
     clean += backward(kind, g, o, clean[1], grad, needs_dedge=True, **GRAD)
     if where == "grad":

@@ -1,5 +1,7 @@
 """The native ``quantize`` equals the reference, bit for bit."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -16,6 +18,8 @@ GRANULARITIES = {
     "row": {},
     "tensor": {"granularity": "tensor"},
     "block16": {"granularity": "block", "block_size": 16},
+    "block8": {"granularity": "block", "block_size": 8},  # several at a time, if they make up a row
+    "block4": {"granularity": "block", "block_size": 4},
     "block2": {"granularity": "block", "block_size": 2},
     "block1": {"granularity": "block", "block_size": 1},
     "block5": {"granularity": "block", "block_size": 5},  # odd: a block begins in the middle of a hash
@@ -69,6 +73,17 @@ def test_any_values(data: st.DataObject, bits: int, stream: int, seed: Tensor | 
     block_size = data.draw(st.integers(1, 45))
     for granularity in ("row", "block", "tensor"):
         _assert_equals_reference(x, seed, bits=bits, stream=stream, granularity=granularity, block_size=block_size)
+
+
+@pytest.mark.parametrize("block_size", [4, 8, 16])
+@pytest.mark.parametrize("num_blocks", [3, 17])
+def test_narrow_blocks_of_special_values(block_size: int, num_blocks: int) -> None:
+    x = torch.randn(6, block_size * num_blocks)
+    for row, value in enumerate((math.nan, math.inf, -math.inf, 0.0, 1e-40)):
+        x[row, row :: block_size + 1] = value
+        x[row, -block_size:] = value
+    for seed in (None, rng.make_seed(3)):
+        _assert_equals_reference(x, seed, granularity="block", block_size=block_size)
 
 
 def test_nearest_rounding_takes_halves_up() -> None:

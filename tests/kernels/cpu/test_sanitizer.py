@@ -53,7 +53,7 @@ def test_launchers_stay_inside_their_operands(runtime: Path, tmp_path: Path) -> 
 def test_a_planted_fault_is_found(runtime: Path, tmp_path: Path, message: str) -> None:
     sources = tmp_path / "sources"
     sources.mkdir()
-    for name in ("common.h", "epilogue.h", "exp.h", "activation.c", "quantize.c"):
+    for name in ("common.h", "epilogue.h", "exp.h", "narrow.h", "activation.c", "quantize.c"):
         shutil.copy(build.SOURCES / name, sources)
     file, before, after = PLANTED[message]
     text = (sources / file).read_text()

@@ -1,10 +1,12 @@
-"""The C softmax over edges and its gradients against exact results, and the exponential over all numbers."""
+"""The C softmax over edges and its gradients against exact results, and the functions of exp.h over all numbers."""
 
 import ctypes
 import math
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,32 +45,43 @@ def graph_of(name: str, dtype: torch.dtype = torch.int32) -> tuple[Tensor, Tenso
     return *csr(edge_index, N, "cpu", dtype), S, N
 
 
-# --- the exponential
+# --- the exponential and the logarithm
+
+
+Function = Callable[[Tensor], Tensor]
 
 
 @pytest.fixture(scope="session")
-def exponential(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Tensor], Tensor]:
-    """exp_fp32 of exp.h, compiled as the kernels are."""
+def functions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Function, Function]:
+    """exp_fp32 and log_fp32 of exp.h, compiled as the kernels are."""
     folder = tmp_path_factory.mktemp("exp")
     source, library = folder / "probe.c", folder / "probe.so"
     source.write_text(
         '#include "exp.h"\n'
-        "EXPORT void probe(float *y, const float *x, int64_t n) {\n"
-        "    for (int64_t i = 0; i < n; i++) y[i] = exp_fp32(x[i]);\n"
-        "}\n"
+        + "".join(
+            f"EXPORT void probe_{name}(float *y, const float *x, int64_t n) {{\n"
+            f"    for (int64_t i = 0; i < n; i++) y[i] = {name}_fp32(x[i]);\n"
+            "}\n"
+            for name in ("exp", "log")
+        )
     )
     include = Path(build.__file__).parent
     command = [*build.compiler(), *build.FLAGS, "-march=native", f"-I{include}", "-o", library, source, "-lm"]
     subprocess.run(command, check=True)
-    probe = ctypes.CDLL(str(library)).probe
+    probe = ctypes.CDLL(str(library))
 
-    def run(x: Tensor) -> Tensor:
+    def run(function: Any, x: Tensor) -> Tensor:
         y = torch.full_like(x, math.nan)
         pointers = ctypes.c_void_p(y.data_ptr()), ctypes.c_void_p(x.data_ptr())
-        probe(*pointers, ctypes.c_int64(x.numel()))
+        function(*pointers, ctypes.c_int64(x.numel()))
         return y
 
-    return run
+    return partial(run, probe.probe_exp), partial(run, probe.probe_log)
+
+
+@pytest.fixture(scope="session")
+def exponential(functions: tuple[Function, Function]) -> Function:
+    return functions[0]
 
 
 def test_exp_is_within_one_unit_in_the_last_place_everywhere(exponential: Callable[[Tensor], Tensor]) -> None:
@@ -95,6 +108,15 @@ def test_exp_does_not_decrease(exponential: Callable[[Tensor], Tensor]) -> None:
     x = torch.linspace(-90, 0, 500_001)
     y = exponential(x).double()
     assert (y[1:] >= y[:-1] * (1 - 2.0**-22)).all()
+
+
+def test_log_is_within_one_unit_in_the_last_place_everywhere(functions: tuple[Function, Function]) -> None:
+    """Every 601st of all normal numbers."""
+    x = torch.arange(0x00800000, 0x7F7FFFFF, 601, dtype=torch.int32).view(torch.float32)
+    y, exact = functions[1](x), x.double().log()
+    assert ((y.double() - exact).abs() <= (exact.abs().clamp_min(2.0**-126).log2().floor() - 23).exp2()).all()
+    special = torch.tensor([1.0, math.inf, math.nan])
+    assert functions[1](special).nan_to_num(nan=-1.0, posinf=-2.0).tolist() == [0.0, -2.0, -1.0]
 
 
 def test_softmax_over_the_whole_range_of_exp() -> None:
