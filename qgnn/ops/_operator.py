@@ -1,8 +1,8 @@
 """Operators of the namespace ``qgnn``: each one's kernels, fake and derivative, registered with torch's dispatcher.
 
-``torch.library.custom_op`` would do the same, but calls with a gradient read the schema again, argument by argument:
-170 us for twenty of them, which is more than the kernels of a small graph take. Here a call passes by that, and by the
-checks of its arguments if others of the same types and shapes have passed them.
+``torch.library.custom_op`` would do the same, but a call with a gradient reads the schema again, argument by argument:
+with twenty of them that takes longer than the kernels of a small graph. Here a call passes by that, and by the checks of
+its arguments if others of the same types and shapes have passed them.
 """
 
 from __future__ import annotations
