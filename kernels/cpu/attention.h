@@ -1,10 +1,10 @@
 /* What attention of all kinds shares: weights from scores, dropout, the rounded gradient, and the walk over the rows.
  *
- * The edges of a row are taken in chunks. A chunk has `H` scores an edge, side by side, which become weights; then,
- * head by head, a block of columns of its rows is summed in registers. A softmax over several chunks is made online:
- * the sums so far shrink when a larger score is found. Backward, rows of targets come first: each rounds its row of the
- * gradient and leaves a record. A row of sources gathers both. One thread makes a row: results do not depend on their
- * number. */
+ * The edges of a row are taken in chunks. A chunk has `H` scores an edge, side by side, which become weights; then
+ * its rows are summed in registers, a block of columns of a head or of several narrow heads at a time. A softmax over
+ * several chunks is made online: the sums so far shrink when a larger score is found. Backward, rows of targets come
+ * first: each rounds its row of the gradient and leaves a record. A row of sources gathers both. One thread makes a
+ * row: results do not depend on their number. */
 #ifndef QGNN_ATTENTION_H
 #define QGNN_ATTENTION_H
 

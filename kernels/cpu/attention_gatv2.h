@@ -71,25 +71,33 @@ typedef struct {
     float *slopes, *products; /* results of add_hidden */
 } block_job;
 
+/* h of edge i in a block of narrow heads, and asks for the row of edge i + ahead. */
+INLINE void hidden_block(
+    float *out, const block_job *b, int64_t i, int64_t ahead, int64_t h, const int heads, const int D
+) {
+    const walk *w = &b->a->walk;
+    const int64_t H = w->H, column = h * D;
+    float buffer[BLOCK];
+    const float *value = float_block(buffer, b->x, b->c->node[i], b->c->node[i + ahead], column, heads * D);
+    const float *own = b->own + column, *scale = b->c->scale + i * H + h;
+    for (int j = 0; j < heads; j++)
+#pragma GCC unroll 1 /* as in attention_rows.h */
+        for (int k = j * D; k < j * D + D; k++) out[k] = value[k] * scale[j] + own[k];
+    if (!w->edge_x) return;
+    const float *edge = w->edge_x + b->c->position[i] * H * D + column;
+    for (int k = 0; k < heads * D; k++) out[k] += edge[k];
+}
+
 INLINE void score_narrow(const void *job_, int64_t h, const int heads, const int D) {
     const block_job *b = job_;
-    const job *a = b->a;
-    const chunk *c = b->c;
-    const int64_t H = a->walk.H, column = h * D;
-    const float *own = b->own + column, *att = a->att + column, slope = a->slope;
-    float buffer[BLOCK], product[BLOCK];
+    const int64_t H = b->a->walk.H;
+    const float *att = b->a->att + h * D, slope = b->a->slope;
+    float product[BLOCK];
     for (int64_t i = 0; i < b->count; i++) {
-        const float *value = float_block(buffer, b->x, c->node[i], c->node[i + AHEAD], column, heads * D);
-        const float *scale = c->scale + i * H + h;
-        const float *edge = a->walk.edge_x ? a->walk.edge_x + c->position[i] * H * D + column : 0;
-        for (int j = 0; j < heads; j++)
-#pragma GCC unroll 1 /* as in attention_rows.h */
-            for (int k = j * D; k < j * D + D; k++) product[k] = value[k] * scale[j] + own[k];
-        if (edge)
-            for (int k = 0; k < heads * D; k++) product[k] += edge[k];
+        hidden_block(product, b, i, AHEAD, h, heads, D);
 #pragma GCC unroll 1
         for (int k = 0; k < heads * D; k++) product[k] = (product[k] > 0.0f ? product[k] : product[k] * slope) * att[k];
-        fold_heads(c->score + i * H + h, product, heads, D);
+        fold_heads(b->c->score + i * H + h, product, heads, D);
     }
 }
 
@@ -153,32 +161,23 @@ INLINE void add_hidden_of(
 INLINE void add_hidden_narrow(
     const block_job *b, int64_t h, const int heads, const int D, const int has_products
 ) {
-    const job *a = b->a;
-    const chunk *c = b->c;
-    const int64_t H = a->walk.H, column = h * D;
-    const float *own = b->own + column;
+    const int64_t H = b->a->walk.H, column = h * D;
     const int width = heads * D;
-    float buffer[BLOCK], hidden[BLOCK], slope[BLOCK], total[BLOCK], total_product[BLOCK];
+    float value[BLOCK], slope[BLOCK], total[BLOCK], total_product[BLOCK];
     for (int k = 0; k < width; k++) total[k] = total_product[k] = 0.0f;
     for (int64_t i = 0; i < b->count; i++) {
-        const float *value = float_block(buffer, b->x, c->node[i], c->node[i + 2], column, width);
-        const float *scale = c->scale + i * H + h, *above = c->t + i * H + h;
-        const float *edge = a->walk.edge_x ? a->walk.edge_x + c->position[i] * H * D + column : 0;
-        for (int j = 0; j < heads; j++)
-#pragma GCC unroll 1 /* as in attention_rows.h */
-            for (int k = j * D; k < j * D + D; k++) hidden[k] = value[k] * scale[j] + own[k];
-        if (edge)
-            for (int k = 0; k < width; k++) hidden[k] += edge[k];
+        hidden_block(value, b, i, 2, h, heads, D);
+        const float *above = b->c->t + i * H + h;
         for (int j = 0; j < heads; j++) {
-            const float below = above[j] * a->slope;
+            const float below = above[j] * b->a->slope;
 #pragma GCC unroll 1
-            for (int k = j * D; k < j * D + D; k++) slope[k] = choose(hidden[k], above[j], below);
+            for (int k = j * D; k < j * D + D; k++) slope[k] = choose(value[k], above[j], below);
         }
 #pragma GCC unroll 1
         for (int k = 0; k < width; k++) total[k] += slope[k];
         if (has_products)
 #pragma GCC unroll 1
-            for (int k = 0; k < width; k++) total_product[k] = multiply_add(slope[k], hidden[k], total_product[k]);
+            for (int k = 0; k < width; k++) total_product[k] = multiply_add(slope[k], value[k], total_product[k]);
     }
     for (int k = 0; k < width; k++) b->slopes[column + k] += total[k];
     for (int k = 0; k < width && has_products; k++) b->products[column + k] += total_product[k];

@@ -68,6 +68,7 @@ INLINE void load_values(float *restrict out, const rows *x, int64_t node, int64_
 /* x[k] *= factor[k / D] */
 void scale_heads(float *x, const float *factor, int64_t H, int64_t D);
 
+/* The values of a row times its scales. */
 INLINE void load_row(float *out, const rows *x, int64_t node, int64_t H, int64_t D) {
     load_values(out, x, node, H * D);
     if (x->scale) scale_heads(out, x->scale + node * H, H, D);
@@ -75,7 +76,8 @@ INLINE void load_row(float *out, const rows *x, int64_t node, int64_t H, int64_t
 
 /* ---- blocks of narrow heads ---- */
 
-/* `above` where value > 0, else `below`, by bits: gcc makes a branch of a comparison here, and no vectors. */
+/* `above` where value > 0, else `below` (a NaN by its sign). By bits: gcc makes a branch of a comparison here, and no
+ * vectors. */
 INLINE float choose(float value, float above, float below) {
     const uint32_t bits = bits_of(value), not_positive = (uint32_t)((int32_t)(bits | (bits - 1)) >> 31);
     return float_of((bits_of(above) & ~not_positive) | (bits_of(below) & not_positive));

@@ -95,8 +95,10 @@ void scale_heads(float *x, const float *factor, int64_t H, int64_t D) {
     const scale_job job = {x, factor};
     if (is_narrow(H, D)) for_blocks(scale_block, &job, H, D);
     else
-        for (int64_t h = 0; h < H; h++)
-            for (int64_t k = h * D; k < (h + 1) * D; k++) x[k] *= factor[h];
+        for (int64_t h = 0; h < H; h++) {
+            const float f = factor[h];
+            for (int64_t k = h * D; k < (h + 1) * D; k++) x[k] *= f;
+        }
 }
 
 typedef struct {

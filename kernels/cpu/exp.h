@@ -36,7 +36,7 @@ INLINE float exp_fp32(float x) {
 
 /* ln x in fp32 of a normal number x, by Cephes' logf: at most 1 ulp away, exact at 1; x itself if it is inf or NaN. */
 INLINE float log_fp32(float x) {
-    const uint32_t bits = bits_of(x) - 0x3F3504F3u; /* of sqrt(1/2): so much above it, m is in [sqrt(1/2), sqrt(2)) */
+    const uint32_t bits = bits_of(x) - 0x3F3504F3u; /* sqrt(1/2): 1 + m is in [sqrt(1/2), sqrt(2)) */
     const float exponent = (float)((int32_t)bits >> 23);
     const float m = float_of((bits & 0x007FFFFFu) + 0x3F3504F3u) - 1.0f, square = m * m;
     float p = 7.0376836292e-2f;

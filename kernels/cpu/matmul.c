@@ -69,8 +69,6 @@ EXPORT void qgnn_matmul_requantize(
 
 /* ---- codes that are mostly zero: bag-of-words features, rows after dropout ---- */
 
-enum { TERMS = 1024, COLUMNS = 64, WORD = 8 }; /* TERMS * 127 * 127 < 2^24: exact in fp32, in any order */
-
 /* Whether at most `limit` codes are not zero in every `step`-th row of codes [R, K]. */
 EXPORT void qgnn_matmul_is_sparse(
     int64_t *answer, const int8_t *codes, int64_t R, int64_t K, int64_t stride_codes, int64_t step, int64_t limit,
@@ -85,6 +83,8 @@ EXPORT void qgnn_matmul_is_sparse(
     }
     *answer = count <= limit;
 }
+
+enum { TERMS = 1024, COLUMNS = 64, WORD = 8 }; /* TERMS * 127 * 127 < 2^24: exact in fp32, in any order */
 
 /* Columns of the nonzero codes of a row; returns how many there are. */
 INLINE int64_t find_nonzeros(int32_t *found, const int8_t *row, int64_t K) {

@@ -101,7 +101,7 @@ class _Product:
     def __init__(self, x_q: Tensor, w_q: Tensor, step: int) -> None:
         self.x_q, self.w_q = rows_of(x_q, torch.int8), rows_of(w_q, torch.int8)
         K, M = x_q.shape[1], w_q.shape[0]
-        self.route = _route(x_q, w_q)
+        self.route = _route(self.x_q, self.w_q)
         if self.route == _NONZEROS:
             self.w_t, self.found = w_q.t().float().contiguous(), torch.empty((PARTS, K), dtype=torch.int32)
             return

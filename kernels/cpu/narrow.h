@@ -65,7 +65,7 @@ INLINE void round_block(const void *row, int64_t h, const int heads, const int D
 #pragma GCC unroll 1 /* gcc unrolls a short loop before it has turned it into vectors, and then cannot */
         for (int k = i * D; k < i * D + D; k++) scaled[k] = steps[i] == 0.0f ? 0.0f : x[k] * steps[i];
     if (r->rule.stochastic) hash_pairs(bits.pair, r->first + (uint64_t)(h * D / 2), width / 2, r->rule.seed);
-    else memset(bits.pair, 0, sizeof bits.pair);
+    else memset(bits.pair, 0, (size_t)width * sizeof(uint16_t));
     const int32_t half = r->rule.stochastic ? 0 : 1 << 15;
     int8_t *codes = r->codes + h * D;
     for (int k = 0; k < width; k++)

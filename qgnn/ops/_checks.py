@@ -2,8 +2,9 @@
 
 An operator can be called by anyone, also as ``torch.ops.qgnn.*``. A :class:`Signature` lists the shapes of its tensors
 in the letters of its docstrings; what an argument holds (indices, floats, codes with a scale) is known by its name,
-which all operators share. Sizes, types and devices are checked in every call, of the fake too; the values of indices
-once for tensors that live unchanged (a write that bypasses autograd, through ``.data`` or NumPy, is not seen).
+which all operators share. Sizes, types and devices are checked once for all arguments that are alike in these; the
+values of indices once for tensors that live unchanged (a write that bypasses autograd, through ``.data`` or NumPy, is
+not seen).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Operators of the namespace ``qgnn``: each one's kernels, fake and derivative, registered with torch's dispatcher.
 
 ``torch.library.custom_op`` would do the same, but a call with a gradient reads the schema again, argument by argument:
-with twenty of them that takes longer than the kernels of a small graph. Here a call passes by that, and by the checks of
-its arguments if others of the same types and shapes have passed them.
+with twenty of them that takes longer than the kernels of a small graph. Here a call passes by that, by the checks of
+its arguments if others of the same types and shapes have passed them, and by the search for results that share memory
+with an argument, which tests do.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def define(
             passed[form] = sizes
         signature.check_values(owner, arguments, sizes)
 
-    # Where the frame around a call could not be compiled, torch.compile would look at what is in it.
+    # torch.compile looks into calls from frames that it could not compile: not into these.
     @torch.compiler.disable
     def on_cpu(*args: Any) -> Any:
         with without_autocast("cpu"):
@@ -71,6 +72,7 @@ def define(
         signature.check(owner, dict(zip(parameters, args, strict=True)))
         return fake(*args)
 
+    @torch.compiler.disable
     def with_derivative(*args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             return _functions[op].apply(*args)

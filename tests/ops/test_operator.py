@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from op_arguments import OPERATORS, arguments_of
+from op_checks import shares_memory
 from qgnn import ops
 from qgnn.ops import _operator
 
@@ -39,4 +41,36 @@ def test_a_node_has_the_name_of_its_operator() -> None:
         *(None, None, 8, "row", True),
         *(False, 0, None, False, None),
     )
-    assert "qgnn_matmul" in y[0].grad_fn.name()
+    assert y[0].grad_fn.name() == "qgnn_matmul_Backward"
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_results_have_memory_of_their_own(name: str) -> None:
+    """Nothing looks for it in a call, and compiled code relies on it."""
+    arguments = arguments_of(name)
+    optional = {"mask": None, "derivative": None, "seed": None, "bias": None, "residual": None, "kind": "none"}
+    plain = {key: value for key, value in optional.items() if key in arguments}
+    for change in ({}, plain):
+        results = getattr(torch.ops.qgnn, name)(**arguments | change)
+        results = [results] if isinstance(results, torch.Tensor) else [t for t in results if t.numel()]
+        others = [a for a in arguments.values() if isinstance(a, torch.Tensor)]
+        for result in results:
+            assert not shares_memory(result, others)
+            others.append(result)
+
+
+def test_torch_compile_does_not_look_into_calls_of_a_frame_that_it_gave_up() -> None:
+    x, weight = torch.randn(5, 6), torch.randn(3, 6, requires_grad=True)
+
+    def step() -> torch.Tensor:
+        try:
+            torch._dynamo.graph_break()
+            return ops.matmul(x, None, weight, *(None, None, 8, "row", True), *(False, 0, None, False, None))[0]
+        finally:
+            torch._dynamo.graph_break()
+
+    torch._dynamo.reset()
+    counters.clear()
+    torch.compile(step, backend="eager")().sum().backward()
+    assert counters["frames"]["total"] == 1
+    assert weight.grad is not None

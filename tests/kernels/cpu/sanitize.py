@@ -67,6 +67,9 @@ def run_quantize() -> None:
                     ("block", 5000),
                 ):
                     quantize.quantize(x, granularity=granularity, block_size=block_size, seed=seed, stream=1)
+                for block_size in (4, 8, 16):
+                    groups = torch.randn(N, 11 * block_size + 1)[:, :-1]
+                    quantize.quantize(groups, granularity="block", block_size=block_size, seed=seed)
             quantize.quantize(LAYOUTS["column_major"](x).half(), bits=3)
             for a in activations(N, F):
                 quantize.quantize_grad(x, mask=a.mask, factor=a.factor, seed=SEED, sum_columns=True)
@@ -143,7 +146,7 @@ def run_softmax(indptr: Tensor, index: Tensor, transposed: tuple[Tensor, Tensor]
 
 def run_attention(edge_index: Tensor, S: int, N: int) -> None:
     for kind in KINDS:
-        for H, D in ((1, 1), (3, 7), (1, 40), (5, 4), (4, 16), (2, 130)):
+        for H, D in ((1, 1), (3, 7), (1, 40), (17, 4), (11, 8), (5, 16), (2, 130)):
             for codes in (True, False):
                 g = graph_of(edge_index, S, N, torch.int32 if codes else torch.int64)
                 o = operands(kind, g, H, D, codes=codes, edges=True, dropout=True)

@@ -129,7 +129,7 @@ def test_rows_whose_scores_have_one_sign_have_no_gradient_of_the_targets_score()
 
 @kinds
 @pytest.mark.parametrize("special", [math.nan, math.inf])
-@pytest.mark.parametrize("where", ["source", "target", "grad"])
+@pytest.mark.parametrize("where", ["target", "source", "value", "grad"])
 @pytest.mark.parametrize("width", [10, 8])
 def test_special_values_reach_the_rows_whose_edges_see_them(kind: str, special: float, where: str, width: int) -> None:
     g = named_graph("random")
@@ -140,7 +140,8 @@ def test_special_values_reach_the_rows_whose_edges_see_them(kind: str, special: 
     if where == "grad":
         grad[7, 12] = special
     else:
-        at = {"attention": (0, 1), "attention_gatv2": (0, 1), "attention_dot": (0, 1)}[kind][where == "source"]
+        of_values = 1 if kind == "attention_gatv2" else 2
+        at = {"target": 0, "source": 1, "value": of_values}[where]
         o.args[at][7, o.args[at].shape[1] // 3] = special  # of head 1
         o = o._replace(exact_args=tuple(t.double() for t in o.args))
     out, lse = forward(kind, g, o)
@@ -158,9 +159,10 @@ def test_special_values_reach_the_rows_whose_edges_see_them(kind: str, special: 
     assert touched
 
 
-def test_scores_of_minus_infinity_behave_as_in_torch() -> None:
+@pytest.mark.parametrize("width", [5, 8])
+def test_scores_of_minus_infinity_behave_as_in_torch(width: int) -> None:
     g = named_graph("random")
-    o = operands("attention", g, 2, 5, edges=True)
+    o = operands("attention", g, 2, width, edges=True)
     o.options["edge_score"][::3] = -math.inf
     o.options["edge_score"][: int(g.indptr[2]), 0] = -math.inf  # whole rows
     o = o._replace(exact_options=o.exact_options | {"edge_score": o.options["edge_score"].double()})

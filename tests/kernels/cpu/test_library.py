@@ -1,5 +1,6 @@
 """Calling the compiled library: what crosses the border to C, threads, forks, and machines without a compiler."""
 
+import ctypes
 import json
 import os
 import re
@@ -99,6 +100,10 @@ def test_arguments_arrive_as_they_are(small_library: None, threads: int, value: 
     assert out.tolist() == [7.5, float(value), torch.tensor(0.1).item(), float(threads)]
     library.launch("qgnn_probe_arguments", out, None, value, -0.0)
     assert out[0] == -1
+    library.launch("qgnn_probe_arguments", out, torch.tensor([2.5]), value, 1)  # what the first call made a float
+    assert out.tolist() == [2.5, float(value), 1.0, float(threads)]
+    with pytest.raises(ctypes.ArgumentError):
+        library.launch("qgnn_probe_arguments", out, None, 0.5, 1.0)
 
 
 def test_a_function_that_is_not_there(small_library: None) -> None:
