@@ -132,6 +132,8 @@ class Problem:
 
     def csr(self, dtype: torch.dtype = torch.float32, **how: Any) -> Work:
         """PyG's layer on a sparse matrix, with the self-loops and weights that it would have made of the edges."""
+        if self.kind == "sage" and self.edge_index.unique(dim=1).shape != self.edge_index.shape:
+            raise UnavailableError("PyG's mean by a sparse matrix counts parallel edges as one")
         return self.work(self.on_matrix(), self.matrix(dtype), dtype, **how)
 
     def on_matrix(self) -> Callable[[], torch.nn.Module]:
@@ -163,8 +165,7 @@ class Problem:
         return partial(self.layer, PREPARED[self.kind])
 
     def both_ways(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The matrix and its transpose. A mean is a sum of shares: parallel edges are one in the matrix, and PyG's mean
-        by a matrix counts them as one."""
+        """The matrix and its transpose; a mean is a sum of shares."""
         matrix = self.matrix(dtype)
         if self.kind == "sage":
             target = self.edge_index[1]
