@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -239,11 +240,12 @@ def test_train_region_is_what_the_command_printed(results: Path) -> None:
 
 
 def test_sass_region_has_a_line_a_main_case(results: Path) -> None:
+    cases = importlib.import_module("bench.sass.cases")
     code = {"stack": 0, "registers": 96, "unit": "value", "per_element": {"total": 16.26, "imul": 1.5, "f2i": 1.0}}
     origin = {"versions": {"triton": "3.9.0"}, "commit": STAMP.commit, "dirty": False}
     lines = [
         {"case": f"{case}/sm_{arch}", "kernel": "_a_kernel", **code, "registers": registers, **origin}
-        for case in ("quantize/fp32/F128", "quantize/fp32/F100")
+        for case in (*cases.MAIN, "quantize/fp32/F100")
         for arch, registers in ((80, 64), (90, 96), (100, 128))
     ]
     (results / "sass").mkdir()
@@ -252,6 +254,9 @@ def test_sass_region_has_a_line_a_main_case(results: Path) -> None:
     assert "| quantize/fp32/F128 | `_a_kernel` | 64 / 96 / 128 | 0 | 16.3 per value | 1.50 | 1.00 |" in text
     assert "F100" not in text
     assert text.endswith("`python -m bench sass --json FILE`: Triton 3.9.0; commit 0123456789ab")
+    (results / "sass" / "triton-3.9.0.json").write_text("\n".join(map(json.dumps, lines[3:])))
+    with pytest.raises(ValueError, match=re.escape(f"no records of {[lines[0]['case'].rpartition('/')[0]]}")):
+        dict(readme.regions(results))
 
 
 def test_roofline_region_is_the_table_of_a_layer(results: Path) -> None:
