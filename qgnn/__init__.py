@@ -4,6 +4,7 @@ Importing this package loads neither Triton nor a compiler; the first call on a 
 """
 
 from qgnn import data, formats, functional, nn, rng
+from qgnn.compressed_tensor import CompressedTensor
 from qgnn.config import QConfig
 from qgnn.convert import quantize_, revert_, summary
 from qgnn.graph import Graph
@@ -13,6 +14,7 @@ from qgnn.trace import trace
 __version__ = "0.1.0"
 
 __all__ = [
+    "CompressedTensor",
     "Graph",
     "QConfig",
     "QTensor",
