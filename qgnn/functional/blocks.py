@@ -70,8 +70,8 @@ def compress(
     return pack(x, blocks, make_seed(seed, x.device))
 
 
-def pack(x: Tensor, blocks: Blocks, seed: Tensor) -> CompressedTensor:
-    """:func:`compress` for a format that is checked already."""
+def pack(x: Tensor, blocks: Blocks, seed: Tensor | None) -> CompressedTensor:
+    """:func:`compress` in a format; without a seed, values that are not projected are rounded to nearest."""
     columns = blocks.columns(x.shape[-1]) if x.dim() > 1 else 0
     x = x.detach()
     values = x.reshape(prod(x.shape[:-1]), x.shape[-1]) if columns else x
@@ -80,7 +80,7 @@ def pack(x: Tensor, blocks: Blocks, seed: Tensor) -> CompressedTensor:
         blocks = replace(blocks, block_size=block_size)
     assert blocks.block_size is not None
     projection_seed = seed if columns else None
-    codes = ops.blocks_pack(
+    packed, low, step = ops.blocks_pack(
         values,
         seed,
         blocks.bits,
@@ -90,7 +90,7 @@ def pack(x: Tensor, blocks: Blocks, seed: Tensor) -> CompressedTensor:
         columns,
         projection_seed,
     )
-    return CompressedTensor(*codes, blocks, x.shape, x.dtype, columns, projection_seed)
+    return CompressedTensor(packed, low, step, blocks, x.shape, x.dtype, columns, projection_seed)
 
 
 @cache
