@@ -18,7 +18,7 @@ FUSED = ("graph_linear",)  # ops of several primitives
 # Lowest first. A module imports from its own floor or a lower one.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
-    ("activation", "adjacency", "autocast", "config", "formats", "qtensor", "rng", "trace", "weak_cache"),
+    ("activation", "adjacency", "autocast", "bins", "config", "formats", "qtensor", "rng", "trace", "weak_cache"),
     ("graph",),
     ("reference",),
     ("ops",),
