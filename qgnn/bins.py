@@ -231,8 +231,7 @@ def best_block_size(
     num_values = max(num_values, 1)
     if variances is None:
         edges = _edges_of("best_block_size", bits, bins)
-        sizes = {size: min(size, num_values) for size in block_sizes(num_values)}
-        variances = {size: predicted_variance(bits, d, edges(d)) for size, d in sizes.items()}
+        variances = {size: predicted_variance(bits, size, edges(size)) for size in block_sizes(num_values)}
     if not variances:
         raise ValueError("'best_block_size' expects 'variances' of at least one block size (got none)")
     exchange_rate = 2 * math.log2(((2 << bits) - 1) / ((1 << bits) - 1))
@@ -303,8 +302,7 @@ def measure_variances(x: Tensor, bits: int, bins: str = "uniform") -> dict[int, 
         values = pieces[:: -(-len(pieces) // (SAMPLE // MAX_BLOCK))].reshape(-1)
     found = []
     for size in sizes:
-        d = min(size, max(x.numel(), 1))
-        steps, step = block_steps(values, bits, d)
-        mean = rounding_variance(steps, edges(d)).mean(dim=1, dtype=torch.float64) * step[:, 0].double() ** 2
+        steps, step = block_steps(values, bits, min(size, max(x.numel(), 1)))
+        mean = rounding_variance(steps, edges(size)).mean(dim=1, dtype=torch.float64) * step[:, 0].double() ** 2
         found.append(mean.nanmean())
     return dict(zip(sizes, torch.stack(found).nan_to_num(nan=0.0).tolist(), strict=True))

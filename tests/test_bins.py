@@ -227,8 +227,7 @@ def test_the_rule_takes_the_least_cost(bits: int, n: int, optimal: bool, metadat
     optimal = optimal and 2 <= bits <= 4
     costs = {}
     for size in (2**k for k in range(3, 17)):
-        d = min(size, n)
-        variance = bins.predicted_variance(bits, d, bins.optimal_bins(bits, d) if optimal else None)
+        variance = bins.predicted_variance(bits, size, bins.optimal_bins(bits, size) if optimal else None)
         costs[size] = cost(bits, n, size, metadata_bits, variance)
     found = bins.best_block_size(bits, n, bins.BINS[optimal], metadata_bits)
     assert costs[found] == min(costs.values())
@@ -260,7 +259,7 @@ def test_measured_variances_are_those_of_the_operators(kind: str) -> None:
     variances = bins.measure_variances(x, 2, kind)
     assert list(variances) == bins.block_sizes(16000)
     for size in (8, 128, 16384):
-        edges = None if kind == "uniform" else bins.optimal_bins(2, min(size, 16000))
+        edges = None if kind == "uniform" else bins.optimal_bins(2, size)
         errors = []
         for seed in range(50):
             packed = ops.blocks_pack(x, rng.make_seed(seed), 2, size, torch.float32, edges, 0, None)
@@ -286,6 +285,8 @@ def test_measuring_leaves_out_what_is_not_finite_and_takes_constants() -> None:
     broken = torch.cat([x, torch.tensor([math.inf, 0, 0, 0, -math.inf, 0, math.nan, 0])])
     assert bins.measure_variances(broken, 2)[8] == bins.measure_variances(x, 2)[8] > 0
     assert set(bins.measure_variances(broken[-8:], 2).values()) == {0.0}
+    half = bins.measure_variances(torch.cat([x, torch.ones(1024)]), 2)
+    assert half[8] == pytest.approx(bins.measure_variances(x, 2)[8] / 2, rel=1e-12)
     constant = bins.measure_variances(torch.full((4096,), 3.0), 2)
     assert set(constant.values()) == {0.0}
     assert bins.best_block_size(2, 4096, variances=constant) == 4096  # lossless at any size: the fewest bytes
