@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from statistics import NormalDist
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,9 @@ BINS = ("uniform", "optimal")
 MAX_BLOCK = 1 << 16  # as of ``qgnn::blocks_pack``
 SMALLEST_BLOCK = 8  # the shortest one that is whole bytes at every width
 SAMPLE = 4 * MAX_BLOCK  # values that are looked at to measure
+QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
+_CELLS = 64  # of a histogram between the ends of the range
 _EDGE_UNIT = 2.0**-16  # kernels read edges in this unit
 _NORMAL = NormalDist()
 
@@ -306,3 +309,65 @@ def measure_variances(x: Tensor, bits: int, bins: str = "uniform") -> dict[int, 
         mean = rounding_variance(steps, edges(size)).mean(dim=1, dtype=torch.float64) * step[:, 0].double() ** 2
         found.append(mean.nanmean())
     return dict(zip(sizes, torch.stack(found).nan_to_num(nan=0.0).tolist(), strict=True))
+
+
+class Fit(NamedTuple):
+    """How far the values of blocks are from the clipped normal, and from a uniform distribution.
+
+    Args:
+        ks: Kolmogorov-Smirnov statistic, the largest distance of the distribution functions, against the model.
+        ks_uniform: Against the uniform distribution.
+        js_bits: Jensen-Shannon divergence of histograms (64 equal cells, and the two ends) against the model, 0 to 1.
+        js_uniform_bits: Against the uniform distribution.
+        quantiles: Those of the values at :data:`QUANTILES`, in shares of the range.
+        model_quantiles: Those of the model.
+        constant: Share of the blocks that have no range, or are not finite; they count for nothing else.
+    """
+
+    ks: float
+    ks_uniform: float
+    js_bits: float
+    js_uniform_bits: float
+    quantiles: list[float]
+    model_quantiles: list[float]
+    constant: float
+
+
+def fit(x: Tensor, block_size: int, quantiles: Sequence[float] = QUANTILES) -> Fit:
+    """Compare the values of the whole blocks of ``x``, by their place in the range of their block, with the model.
+
+    The ends of the range count as in the model, where each has a share of ``1 / block_size``. The uniform distribution
+    gets the same ends, so that only what lies between is compared. It reads the result back: not for a training step.
+    """
+    _check("fit", 1, 1, block_size, least=1)
+    if block_size <= 2:
+        raise ValueError(f"'fit' expects blocks of more than two values, which are not all ends (got {block_size})")
+    places, extent = block_steps(x, 1, block_size)
+    places = places[((extent > 0) & extent.isfinite())[:, 0]]
+    if not len(places):
+        raise ValueError(f"'fit' expects a block of {block_size} values with a range (got none)")
+    value, count = places.flatten().sort().values.double().unique_consecutive(return_counts=True)
+    up_to, share = count.cumsum(0).double() / places.numel(), count.double() / places.numel()
+    end, sigma = 1 / block_size, 0.5 / _half_range(block_size)
+    cells = torch.linspace(0, 1, _CELLS + 1, dtype=torch.float64, device=value.device)
+    inside = (value > 0) & (value < 1)
+    cell = (value * _CELLS).long().clamp(max=_CELLS - 1)
+    found = torch.zeros(_CELLS + 2, dtype=torch.float64, device=value.device)
+    found.index_add_(0, torch.where(inside, cell + 1, (_CELLS + 1) * value.long()), share)
+
+    def distances(inner: Callable[[Tensor], Tensor]) -> tuple[float, float]:
+        at = torch.where(value == 1, 1.0, inner(value))
+        before = torch.where(value == 0, 0.0, inner(value))
+        ks = torch.maximum((up_to - at).abs(), (up_to - share - before).abs()).max()
+        model = torch.nn.functional.pad(inner(cells).diff(), (1, 1), value=end)
+        middle = (found + model) / 2
+        js = sum((torch.xlogy(p, p / middle)).nan_to_num().sum() for p in (found, model)) / (2 * math.log(2))
+        return float(ks), float(js)
+
+    normal = distances(lambda t: torch.special.ndtr((t - 0.5) / sigma))
+    uniform = distances(lambda t: end + (1 - 2 * end) * t)
+    wanted = torch.tensor(quantiles, dtype=torch.float64, device=value.device)
+    placed = value[torch.searchsorted(up_to, wanted).clamp(max=len(value) - 1)].tolist()
+    expected = [min(max(0.5 + sigma * _NORMAL.inv_cdf(p), 0.0), 1.0) for p in quantiles]
+    constant = (len(extent) - len(places)) / len(extent)
+    return Fit(normal[0], uniform[0], normal[1], uniform[1], placed, expected, constant)
