@@ -159,7 +159,7 @@ class Budget:
                 f"'compress_activations' expects a 'budget_mib' of at least {least / _MIB:.3f}: one bit a value of "
                 f"what is coded, and {rest / _MIB:.3f} MiB of masks and what is kept as it is (got {self._mib})"
             ) from None
-        self._is_stale, self._blocks_since = False, 0
+        self._is_stale, self._blocks_since = False, 1
         self._codes.clear()
 
     def _sizes(self, key: Key, kept: CompressedTensor) -> dict[int, int]:
