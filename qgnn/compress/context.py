@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ContextDecorator, ExitStack
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -19,6 +20,7 @@ from qgnn.compress.policy import Rule
 from qgnn.compress.report import Report, SavedTensor
 from qgnn.compress.session import Session
 from qgnn.formats import Blocks
+from qgnn.rng import splitmix64
 
 Excluded = str | nn.Module | Callable[[SavedTensor], bool]
 
@@ -33,11 +35,6 @@ def _open_sessions() -> list[Session]:
     return sessions
 
 
-def _is_innermost(session: Session) -> bool:
-    sessions = _open_sessions()
-    return bool(sessions) and sessions[-1] is session
-
-
 class _Mode(TorchFunctionMode):
     """Tells a session which function runs, and replaces some."""
 
@@ -47,7 +44,10 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _is_innermost(self._session):
+        if torch.compiler.is_compiling():  # traced: what a compiled function saves is its own
+            return func(*args, **kwargs)
+        # Under torch.func, arguments stand for others, which are what is saved.
+        if not self._session.is_in_charge() or torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)
         if torch.is_grad_enabled():
             replacement = redrawn_dropout if self._redraw_dropout and func in DROPOUTS else REPLACEMENTS.get(func)
@@ -86,12 +86,14 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         block_size: Values that share an offset and a step; ``None`` chooses a length for the width.
         projection: Ratio of a random projection of the columns of operands of dense products, or ``None``.
         bins: ``"uniform"``, or ``"optimal"``: bins that minimize the variance.
-        seed: Seed of all rounding; the same one gives the same codes in the same order of functions. ``None`` takes one
-            from torch's generator, whose masks of the block's dropout stay what they would be without the block.
+        seed: Seed of all rounding; a new object with the same one gives the same codes in the same order of functions,
+            and goes on from there when it is entered again. ``None`` takes one from torch's generator, which is moved
+            on at the end of the block: masks of the block's dropout stay what they would be without it.
         metadata_dtype: Type of offsets and steps.
         min_size: Tensors of fewer values are kept as they are.
-        exclude: What is kept as it is: names of functions or modules (patterns with ``*``, as the report shows them),
-            modules, predicates of a :class:`SavedTensor`, or several of these.
+        exclude: What torch keeps as it is: names of functions or modules (patterns with ``*``, as the report shows
+            them), modules, predicates of the ``op``, ``module``, ``shape`` and ``dtype`` of a :class:`SavedTensor`, or
+            several of these.
         redraw_dropout: Whether :func:`torch.nn.functional.dropout` draws its masks from a hash, and again in the
             backward pass, so that only a seed is kept. The masks are then others than torch's.
 
@@ -120,8 +122,12 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         redraw_dropout: bool = False,
     ) -> None:
         self._blocks = Blocks(bits, block_size, projection, bins, metadata_dtype)
-        self._seed, self._min_size, self._redraw_dropout = seed, min_size, redraw_dropout
-        if isinstance(exclude, (str, nn.Module)) or callable(exclude):
+        for name, value in (("seed", 0 if seed is None else seed), ("min_size", min_size)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"'compress_activations' expects '{name}' to be an int (got {value!r})")
+        self._seeds = None if seed is None else itertools.count(splitmix64(seed))
+        self._min_size, self._redraw_dropout = min_size, redraw_dropout
+        if isinstance(exclude, (str, nn.Module)) or callable(exclude) or not isinstance(exclude, Iterable):
             exclude = (exclude,)
         self._exclude = tuple(exclude)
         for rule in self._exclude:
@@ -132,13 +138,12 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         self._open: list[tuple[ExitStack, RunningModules]] = []
 
     def __enter__(self) -> Report:
-        session = Session(self._choose, self._first_seed(), self._min_size, lambda: modules.name())
-        modules = RunningModules(lambda: _is_innermost(session))
+        sessions, modules = _open_sessions(), RunningModules()
+        session = Session(self._choose, self._excludes, self._seeds_of_block(), self._min_size, modules.name)
         with ExitStack() as stack:
-            sessions = _open_sessions()
             sessions.append(session)
             stack.callback(sessions.remove, session)
-            modules.open()
+            modules.open(session.is_in_charge)
             stack.callback(modules.close)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(session.pack, session.unpack))
             stack.enter_context(_Mode(session, self._redraw_dropout))
@@ -148,24 +153,28 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
     def __exit__(self, *exception: Any) -> None:
         stack, _ = self._open.pop()
         stack.close()
-        if self._seed is None:
-            torch.empty((), dtype=torch.int64).random_()  # the next block's seed is another one
+        if self._seeds is None and not _open_sessions():
+            torch.empty((), dtype=torch.int64, device="cpu").random_()  # the next block's seed is another one
 
-    def _first_seed(self) -> int:
-        """The given seed, or the number that torch's generator would draw next, without drawing it."""
-        if self._seed is not None:
-            return self._seed
-        twin = torch.Generator()
+    def _seeds_of_block(self) -> Iterator[int]:
+        """Seeds from the given one, from those of the block around, or from the number that torch's generator would
+        draw next, without drawing it."""
+        if self._seeds is not None:
+            return self._seeds
+        if _open_sessions():
+            return itertools.count(splitmix64(next(_open_sessions()[-1].seeds)))
+        twin = torch.Generator("cpu")
         twin.set_state(torch.get_rng_state())
-        return int(torch.empty((), dtype=torch.int64).random_(generator=twin))
+        return itertools.count(int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=twin)))
 
     def _choose(self, entry: SavedTensor, values: Tensor, rule: Rule) -> Blocks | None:
         """The format of one tensor."""
-        if any(self._is_excluded(excluded, entry) for excluded in self._exclude):
-            return None
         if rule.bits is not None:
             return Blocks(rule.bits, metadata_dtype=self._blocks.metadata_dtype)
         return self._blocks if rule.projected else replace(self._blocks, projection=None)
+
+    def _excludes(self, entry: SavedTensor) -> bool:
+        return any(self._is_excluded(excluded, entry) for excluded in self._exclude)
 
     def _is_excluded(self, excluded: Any, entry: SavedTensor) -> bool:
         if isinstance(excluded, str):
