@@ -17,11 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from qgnn.compress.policy import Rule, rule_of
 from qgnn.compress.report import Report, SavedTensor
 from qgnn.compress.saved import Coded, Codes, Kept, layout_of
+from qgnn.compressed_tensor import CompressedTensor
 from qgnn.formats import Blocks
 from qgnn.functional.blocks import decompress, pack
 from qgnn.rng import make_seed
 
-ONE_BIT = Blocks(bits=1, block_size=1 << 16, metadata_dtype=torch.float32)
+_MAX_BITS = 1 << 16  # that share two values
 
 # Format of a saved tensor under a rule; None keeps it as it is.
 Choose = Callable[[SavedTensor, Tensor, Rule], Blocks | None]
@@ -308,7 +309,7 @@ class Session:
         if rule.two_valued is not None:
             two_valued = rule.two_valued
             values = partial(two_valued, dense, op.args, op.kwargs)
-            return two_valued, lambda: (self.compress(values(), ONE_BIT, entry), decompress)
+            return two_valued, lambda: (self._one_bit(values(), entry), decompress)
         blocks = self.format(dense, rule, entry)
         return None if blocks is None else (blocks, lambda: (self.compress(dense, blocks, entry), decompress))
 
@@ -322,9 +323,16 @@ class Session:
         entry.saved_bytes, entry.format = narrow.nbytes, str(dtype).removeprefix("torch.")
         return narrow
 
-    def compress(self, values: Tensor, blocks: Blocks, entry: SavedTensor) -> Any:
+    @staticmethod
+    def _one_bit(values: Tensor, entry: SavedTensor) -> CompressedTensor:
+        block_size = min(_MAX_BITS, -(-values.numel() // 8) * 8 or 8)
+        compressed = pack(values, Blocks(bits=1, block_size=block_size, metadata_dtype=torch.float32), None)
+        entry.saved_bytes, entry.format = compressed.nbytes, "1 bit"
+        return compressed
+
+    def compress(self, values: Tensor, blocks: Blocks, entry: SavedTensor) -> CompressedTensor:
         """Codes, entered in the report."""
-        compressed = pack(values, blocks, None if blocks is ONE_BIT else self.seed(values.device))
+        compressed = pack(values, blocks, self.seed(values.device))
         entry.saved_bytes += compressed.nbytes
-        entry.format = "1 bit" if blocks is ONE_BIT else str(compressed.blocks)
+        entry.format = str(compressed.blocks)
         return compressed
