@@ -48,8 +48,10 @@ class Rule(NamedTuple):
 
 def functions(*names: str) -> Iterator[Any]:
     """Whatever torch calls so: functions, methods, and those of ``torch.nn.functional``."""
+    # PyG puts functions of its own in the place of some of torch's, which call those.
+    owners = (torch._C._VariableFunctions, torch, torch.Tensor, F, torch.sparse)
     for name in names:
-        for owner in (torch, torch.Tensor, F, torch.sparse):
+        for owner in owners:
             function = getattr(owner, name, None)
             if function is not None:
                 yield function

@@ -1,4 +1,4 @@
-"""What tells one saved tensor from another, and what is kept as it is: rules without which gradients are silently wrong.
+"""What tells one saved tensor from another, and what is kept as it is: without these rules gradients are wrong.
 
 Codes have 8 bits and fp32 metadata: a decoded value is within one step, a 255th of the range, of the saved one.
 """
