@@ -35,6 +35,14 @@ def _open_sessions() -> list[Session]:
     return sessions
 
 
+@torch.compiler.disable(reason="'compress_activations' is entered outside of compiled functions")
+def _refuse() -> None:
+    raise RuntimeError(
+        "'compress_activations' expects to be entered outside of functions that torch.compile has compiled, which "
+        "decide themselves what they keep; open the block around the call, or use QConfig(save=...) within"
+    )
+
+
 class _Mode(TorchFunctionMode):
     """Tells a session which function runs, and replaces some."""
 
@@ -78,8 +86,10 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
 
     Blocks may be nested, in which case the innermost one holds, entered again and again, and used in several threads,
     one object in one thread at a time. The backward pass may run inside or outside of the block, more than once.
-    Functions that :func:`torch.compile` has compiled keep what they save as it is; layers of :mod:`qgnn.nn` compress
-    there, too, with ``QConfig(save=...)``. Parts under :func:`torch.utils.checkpoint.checkpoint` keep what it keeps.
+    Functions that :func:`torch.compile` has compiled keep what they save as it is, and open no block; layers of
+    :mod:`qgnn.nn` compress there, too, with ``QConfig(save=...)``. So do parts under :func:`torch.vmap`, under
+    :func:`torch.utils.checkpoint.checkpoint`, and under saved-tensor hooks that are set within the block. A gradient of
+    a gradient is refused where it would go through codes.
 
     Args:
         bits: Width of a code: 1, 2, 4 or 8.
@@ -100,6 +110,8 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If a number is outside its range.
+        RuntimeError: If a block is opened within a compiled function; in the backward pass, if somebody has written to
+            what was saved, as torch does, or with ``create_graph=True``.
 
     Example:
         >>> with qgnn.compress_activations(bits=2, block_size=1024, projection=8) as report:
@@ -138,6 +150,8 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         self._open: list[tuple[ExitStack, RunningModules]] = []
 
     def __enter__(self) -> Report:
+        if torch.compiler.is_compiling():
+            _refuse()
         sessions, modules = _open_sessions(), RunningModules()
         session = Session(self._choose, self._excludes, self._seeds_of_block(), self._min_size, modules.name)
         with ExitStack() as stack:
