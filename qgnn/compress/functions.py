@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qgnn.compress.policy import Call, Rule, argument, functions
+from qgnn.compress.saved import no_second_derivative
 from qgnn.compress.session import Op, Session, has_columns, same_storage, tensors_in
 from qgnn.functional.activation import activation
 from qgnn.functional.blocks import decompress
@@ -31,31 +31,33 @@ class _WithDerivative(torch.autograd.Function):
     """A function of single elements, or one with a single result."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, results: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, op: str, results: tuple[Tensor, Tensor]) -> Tensor:
         y, derivative = results
+        ctx.op = op
         ctx.save_for_backward(derivative)
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        no_second_derivative(ctx.op)
         (derivative,) = ctx.saved_tensors
-        return grad * derivative, None
+        return grad * derivative, None, None
 
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, results: tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, op: str, dim: int, results: tuple[Any, ...]) -> Tensor:
         y, *ctx.roundings = results
+        ctx.op = op
         ctx.dim, ctx.dtype = dim, x.dtype
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        no_second_derivative(ctx.op)
         weighted = decompress(ctx.roundings[0]).mul_(grad)
         total = weighted.sum(ctx.dim, keepdim=True)
-        return weighted.sub_(decompress(ctx.roundings[1]).mul_(total)).to(ctx.dtype), None, None
+        return weighted.sub_(decompress(ctx.roundings[1]).mul_(total)).to(ctx.dtype), None, None, None
 
 
 def _writes(args: Call, kwargs: dict[str, Any]) -> bool:
@@ -124,7 +126,7 @@ def _with_derivative(session: Session, function: Any, args: Call, kwargs: dict[s
         return None
     original = sum(session.original_bytes(t, any(t is o for o in own)) for t in saved)
     with session.standing_for(function, rule) as op:
-        result: Tensor = _WithDerivative.apply(x, (y.detach(), derivative))
+        result: Tensor = _WithDerivative.apply(x, op.name, (y.detach(), derivative))
         op.entries[0].original_bytes = original
     return result
 
@@ -143,7 +145,7 @@ def _softmax(session: Session, function: Any, args: Call, kwargs: dict[str, Any]
     if blocks is None:
         session.report.by_tensor.remove(entry)
         return None
-    return _Softmax.apply(x, dim, (y, *roundings))
+    return _Softmax.apply(x, op.name, dim, (y, *roundings))
 
 
 def redrawn_dropout(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:

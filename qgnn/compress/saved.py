@@ -86,6 +86,16 @@ class Version:
             )
 
 
+def no_second_derivative(op: str) -> None:
+    """Raise in a backward pass whose gradients are to have gradients."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"'compress_activations' has coded what '{op}' saved, once; a gradient of a gradient (create_graph=True) "
+            f"would multiply roundings with themselves, and be biased. Keep it as it is with exclude='{op}', or call it "
+            f"outside of the block"
+        )
+
+
 class Kept:
     """A tensor as it is, detached: the graph would keep itself alive otherwise."""
 
@@ -137,11 +147,7 @@ class Coded:
     def unpack(self) -> Tensor:
         """What the codes make of it."""
         self._version.check()
-        if torch.is_grad_enabled() and not self._is_exact:  # so it is in a backward pass with create_graph=True alone
-            raise RuntimeError(
-                f"'compress_activations' has coded what '{self._op}' saved, once; a gradient of a gradient "
-                f"(create_graph=True) would multiply roundings with themselves, and be biased. Keep it as it is with "
-                f"exclude='{self._op}', or call it outside of the block"
-            )
+        if not self._is_exact:
+            no_second_derivative(self._op)
         with torch.no_grad():
             return self._layout.restore(self._codes.values().to(self._dtype).view(self._shape))
