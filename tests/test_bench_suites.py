@@ -137,7 +137,7 @@ def test_metrics_tell_normal_values_from_others(monkeypatch: pytest.MonkeyPatch)
     for name in ("normal", "projected"):
         assert found[name]["gain"] == pytest.approx(found[name]["predicted_gain"], abs=0.05)
         assert found[name]["optimal_ratio"] == pytest.approx(1, abs=0.05)
-    assert found["relu"]["gain"] < 0
+    assert found["relu"]["gain"] < 0 < found["relu"]["optimal_ratio"] - found["relu"]["uniform_ratio"]
     assert found["relu"]["q50_off"] < -0.4
 
 
