@@ -7,6 +7,7 @@ torch's generator). Edges run from ``edge_index[0]`` (source) to ``edge_index[1]
 
 from qgnn.functional.activation import activation
 from qgnn.functional.attention import attention, attention_dot, attention_gatv2
+from qgnn.functional.blocks import compress, decompress
 from qgnn.functional.dense import dequantize, linear, quantize
 from qgnn.functional.edges import attention_weights, edge_softmax, sddmm
 from qgnn.functional.sparse import graph_linear, incidence_sum, spmm
@@ -17,6 +18,8 @@ __all__ = [
     "attention_dot",
     "attention_gatv2",
     "attention_weights",
+    "compress",
+    "decompress",
     "dequantize",
     "edge_softmax",
     "graph_linear",

@@ -9,14 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qgnn.formats import BLOCK_BITS, MAX_BLOCK_SIZE, METADATA_DTYPES
 from qgnn.ops._backends import STREAM_INPUT, STREAM_PROJECTION, Backend
 from qgnn.ops._checks import Signature
 from qgnn.ops._operator import define
 
-BITS = (1, 2, 4, 8)
-MAX_BLOCK = 1 << 16  # a longer block saves less than a thousandth of a bit a value
 PROJECTIONS = range(1 << 16)  # columns; 0: none
-METADATA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _check_projection(owner: str, projection: int, seed: Tensor | None) -> None:
@@ -39,8 +37,10 @@ def _check_pack(
         raise ValueError(
             f"'qgnn::blocks_pack' expects 'x' of shape [N, F] with a 'projection' of its columns (got {list(x.shape)})"
         )
-    if not 1 <= block_size <= MAX_BLOCK:
-        raise ValueError(f"'qgnn::blocks_pack' expects 'block_size' from 1 to {MAX_BLOCK} values (got {block_size})")
+    if not 1 <= block_size <= MAX_BLOCK_SIZE:
+        raise ValueError(
+            f"'qgnn::blocks_pack' expects 'block_size' from 1 to {MAX_BLOCK_SIZE} values (got {block_size})"
+        )
     if block_size * bits % 8:
         raise ValueError(
             f"'qgnn::blocks_pack' expects 'block_size' to be a multiple of {8 // bits} for {bits}-bit codes, so that a "
@@ -74,8 +74,8 @@ def _check_unpack(
         if t.dtype not in METADATA_DTYPES:
             raise TypeError(f"'qgnn::blocks_unpack' expects '{name}' in a type of at most 32 bits (got {t.dtype})")
     num_blocks, block_size = packed.shape[0], packed.shape[1] * 8 // bits
-    if block_size > MAX_BLOCK:
-        raise ValueError(f"'qgnn::blocks_unpack' expects blocks of up to {MAX_BLOCK} values (got {block_size})")
+    if block_size > MAX_BLOCK_SIZE:
+        raise ValueError(f"'qgnn::blocks_unpack' expects blocks of up to {MAX_BLOCK_SIZE} values (got {block_size})")
     if not (num_blocks - 1) * block_size < size <= num_blocks * block_size and (size, num_blocks) != (0, 0):
         raise ValueError(
             f"'qgnn::blocks_unpack' expects a 'size' that fills {num_blocks} blocks of {block_size} values, the last "
@@ -137,7 +137,7 @@ blocks_pack = define(
     "(Tensor x, Tensor? seed, int bits, int block_size, ScalarType metadata_dtype, Tensor? edges, int projection, "
     "Tensor? projection_seed) -> (Tensor, Tensor, Tensor)",
     _fake_blocks_pack,
-    Signature(choices={"bits": BITS, "projection": PROJECTIONS}, edges="edges"),
+    Signature(choices={"bits": BLOCK_BITS, "projection": PROJECTIONS}, edges="edges"),
 )
 
 
@@ -195,6 +195,8 @@ blocks_unpack = define(
     "Tensor? projection_seed, SymInt num_columns) -> Tensor",
     _fake_blocks_unpack,
     Signature(
-        {"packed": "B W", "low": "B", "step": "B"}, choices={"bits": BITS, "projection": PROJECTIONS}, edges="edges"
+        {"packed": "B W", "low": "B", "step": "B"},
+        choices={"bits": BLOCK_BITS, "projection": PROJECTIONS},
+        edges="edges",
     ),
 )

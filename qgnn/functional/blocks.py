@@ -1,0 +1,178 @@
+"""Compressed storage of tensors that only a backward pass reads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache, lru_cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from qgnn import ops
+from qgnn.bins import best_block_size, optimal_bins
+from qgnn.compressed_tensor import CompressedTensor
+from qgnn.formats import Blocks
+from qgnn.functional._checks import check_float
+from qgnn.rng import make_seed
+
+
+def compress(
+    x: Tensor,
+    bits: int = 2,
+    block_size: int | None = None,
+    bins: str = "uniform",
+    projection: int | None = None,
+    *,
+    metadata_dtype: torch.dtype = torch.bfloat16,
+    seed: int | Tensor | None = None,
+) -> CompressedTensor:
+    r"""Codes of 1 to 8 bits for the values of a tensor, or of its random projection, in blocks of neighbors.
+
+    A value is rounded at random to one of the two edges around it, so that :func:`decompress` returns ``x`` in the mean
+    over seeds. With a ``projection`` the columns are mixed first, :math:`P = x R / \sqrt{R'}` with random signs
+    :math:`R`, and mixed back by :math:`\hat{x} = P R^{\top} / \sqrt{R'}`, whose mean over seeds is ``x`` as well. The
+    signs are a hash of the seed and never stored. After EXACT (Liu et al., ICLR 2022) and its block-wise successor
+    (`arXiv:2309.11856 <https://arxiv.org/abs/2309.11856>`_).
+
+    Args:
+        x: Values; what is kept of them has no gradient.
+        bits: Width of a code: 1, 2, 4 or 8.
+        block_size: Values that share an offset and a step, in row-major order; ``None`` chooses a length for which the
+            metadata costs as much as it saves in variance (:func:`qgnn.bins.best_block_size`).
+        bins: ``"uniform"``, or ``"optimal"``: bins that minimize the variance of normal values
+            (:func:`qgnn.compress.optimal_bins`), for 2 and 4 bits.
+        projection: Ratio F / R' of the projection, of the last dimension; ``None`` for none.
+        metadata_dtype: Type of offsets and steps: fp32, bf16 or fp16.
+        seed: Seed of rounding and signs; ``None`` draws one from torch's generator.
+
+    Shapes:
+        - **input:** any; with a projection ``[..., F]`` of at least two dimensions
+        - **output:** :math:`\lceil n / G \rceil` blocks of ``bits * G / 8`` bytes of codes and two numbers, for ``n``
+          values, with a projection :math:`n R' / F`
+
+    Raises:
+        TypeError: If ``x`` holds no floats.
+        ValueError: If a number is outside its range, or ``x`` has no columns to project.
+
+    Example:
+        >>> c = qgnn.functional.compress(torch.randn(1000, 128), bits=2, projection=8)
+        >>> c.nbytes, qgnn.functional.decompress(c).shape
+    """
+    check_float("compress", "x", x)
+    blocks = Blocks(bits, block_size, projection, bins, metadata_dtype)
+    if projection is not None and x.dim() < 2:
+        raise ValueError(
+            f"'compress' expects 'x' with at least two dimensions for a 'projection' of the last one (got "
+            f"{list(x.shape)}); give projection=None"
+        )
+    return pack(x, blocks, make_seed(seed, x.device))
+
+
+def pack(x: Tensor, blocks: Blocks, seed: Tensor | None) -> CompressedTensor:
+    """:func:`compress` in a format; without a seed, values that are not projected are rounded to nearest."""
+    columns = blocks.columns(x.shape[-1]) if x.dim() > 1 else 0
+    x = x.detach()
+    values = x.reshape(prod(x.shape[:-1]), x.shape[-1]) if columns else x
+    blocks = with_block_size(blocks, _num_values(x.shape, columns))
+    assert blocks.block_size is not None
+    projection_seed = seed if columns else None
+    packed, low, step = ops.blocks_pack(
+        values,
+        seed,
+        blocks.bits,
+        blocks.block_size,
+        blocks.metadata_dtype,
+        _edges(blocks, x.device),
+        columns,
+        projection_seed,
+    )
+    return CompressedTensor(packed, low, step, blocks, x.shape, x.dtype, columns, projection_seed)
+
+
+def with_block_size(blocks: Blocks, num_values: int) -> Blocks:
+    """The format with the length of a block that it has for so many coded values."""
+    if blocks.block_size is not None:
+        return blocks
+    metadata_bits = 16 * blocks.metadata_dtype.itemsize
+    return replace(blocks, block_size=_best_block_size(blocks.bits, num_values, blocks.bins, metadata_bits))
+
+
+@torch.compiler.assume_constant_result
+@lru_cache(maxsize=1024)
+def _best_block_size(bits: int, num_values: int, bins: str, metadata_bits: int) -> int:
+    return best_block_size(bits, num_values, bins, metadata_bits)
+
+
+@cache
+def _edges_on(bits: int, block_size: int, device: torch.device) -> Tensor:
+    return optimal_bins(bits, block_size).to(device)
+
+
+def _edges(blocks: Blocks, device: torch.device) -> Tensor | None:
+    if blocks.bins == "uniform":
+        return None
+    assert blocks.block_size is not None
+    return _edges_on(blocks.bits, blocks.block_size, device)
+
+
+def decompress(c: CompressedTensor, rows: slice | None = None) -> Tensor:
+    """The values that codes stand for: of a tensor that was compressed, ``x`` in the mean over seeds.
+
+    Args:
+        c: As :func:`compress` returns it.
+        rows: A range of the tensor's first dimension; only the blocks that hold it are read.
+
+    Shapes:
+        - **output:** the shape and type that were compressed; of ``rows``, so many of them
+
+    Raises:
+        TypeError: If ``c`` is no compressed tensor, or ``rows`` no slice.
+        ValueError: If ``rows`` has a step, or the tensor has no dimension.
+
+    Example:
+        >>> c = qgnn.functional.compress(torch.randn(1000, 128), bits=4)
+        >>> first = qgnn.functional.decompress(c, slice(0, 10))
+    """
+    if not isinstance(c, CompressedTensor):
+        raise TypeError(f"'decompress' expects a CompressedTensor (got {type(c).__name__}); make one with 'compress'")
+    if rows is None:
+        return _unpack(c, slice(None), c.shape)
+    if not isinstance(rows, slice):
+        raise TypeError(f"'decompress' expects 'rows' to be a slice or None (got {rows!r})")
+    if rows.step not in (None, 1) or not c.shape:
+        raise ValueError(
+            f"'decompress' expects 'rows' to be a slice without a step, of a tensor with rows (got {rows!r} of "
+            f"{list(c.shape)})"
+        )
+    assert c.blocks.block_size is not None
+    first, last, _ = rows.indices(c.shape[0])
+    per_row = max(1, _num_values(c.shape[1:], c.columns))
+    together = math.lcm(per_row, c.blocks.block_size)  # values of whole rows in whole blocks
+    before, behind = first * per_row // together, -(-max(first, last) * per_row // together)
+    start, stop = before * together // per_row, min(behind * together // per_row, c.shape[0])
+    blocks = slice(before * together // c.blocks.block_size, behind * together // c.blocks.block_size)
+    return _unpack(c, blocks, torch.Size((max(start, stop) - start, *c.shape[1:])))[first - start : last - start]
+
+
+def _num_values(shape: torch.Size, columns: int) -> int:
+    """Values that are coded of a tensor of this shape."""
+    return prod(shape[:-1]) * columns if columns else prod(shape)
+
+
+def _unpack(c: CompressedTensor, blocks: slice, shape: torch.Size) -> Tensor:
+    """A range of blocks, which hold a tensor of this shape."""
+    values = ops.blocks_unpack(
+        c.packed[blocks],
+        c.low[blocks],
+        c.step[blocks],
+        c.blocks.bits,
+        _num_values(shape, c.columns),
+        c.dtype,
+        _edges(c.blocks, c.packed.device),
+        c.columns,
+        c.projection_seed,
+        shape[-1] if c.columns else 0,
+    )
+    return values.view(shape)
