@@ -33,8 +33,9 @@ def compress(
     A value is rounded at random to one of the two edges around it, so that :func:`decompress` returns ``x`` in the mean
     over seeds. With a ``projection`` the columns are mixed first, :math:`P = x R / \sqrt{R'}` with random signs
     :math:`R`, and mixed back by :math:`\hat{x} = P R^{\top} / \sqrt{R'}`, whose mean over seeds is ``x`` as well. The
-    signs are a hash of the seed and never stored. After EXACT (Liu et al., ICLR 2022) and its block-wise successor
-    (`arXiv:2309.11856 <https://arxiv.org/abs/2309.11856>`_).
+    signs are a hash of the seed and never stored. A block with a value that is not finite, or larger than
+    ``metadata_dtype`` holds, decodes to NaN, and no other one does. After EXACT (Liu et al., ICLR 2022) and its
+    block-wise successor (`arXiv:2309.11856 <https://arxiv.org/abs/2309.11856>`_).
 
     Args:
         x: Values; what is kept of them has no gradient.
@@ -143,12 +144,13 @@ def decompress(c: CompressedTensor, rows: slice | None = None) -> Tensor:
     assert c.blocks.block_size is not None
     first, last, _ = rows.indices(c.shape[0])
     num_rows = max(0, last - first)
-    coded, wide = max(1, _num_values(c.shape[1:], c.columns)), prod(c.shape[1:])  # values of a row
+    wide = prod(c.shape[1:])  # values of a row, and how many are coded of them; where there are none, any number does
+    coded = max(1, _num_values(c.shape[1:], c.columns))
     # What is read is whole blocks; what is projected back is whole rows as well.
     unit = math.lcm(coded, c.blocks.block_size) if c.columns else c.blocks.block_size
     start, stop = first * coded // unit, -(-(first + num_rows) * coded // unit)
     blocks = slice(start * unit // c.blocks.block_size, stop * unit // c.blocks.block_size)
-    num_values = min(stop * unit, _num_values(c.shape, c.columns)) - start * unit
+    num_values = max(0, min(stop * unit, _num_values(c.shape, c.columns)) - start * unit)
     offset = first * wide - start * unit * wide // coded
     values = _unpack(c, blocks, num_values).flatten()[offset : offset + num_rows * wide]
     return values.view(num_rows, *c.shape[1:])
