@@ -3,7 +3,7 @@
 Importing this package loads neither Triton nor a compiler; the first call on a CUDA tensor does.
 """
 
-from qgnn import data, formats, functional, nn, rng
+from qgnn import compress, data, formats, functional, nn, rng
 from qgnn.compressed_tensor import CompressedTensor
 from qgnn.config import QConfig
 from qgnn.convert import quantize_, revert_, summary
@@ -19,6 +19,7 @@ __all__ = [
     "QConfig",
     "QTensor",
     "__version__",
+    "compress",
     "data",
     "formats",
     "functional",

@@ -81,7 +81,7 @@ def pack(x: Tensor, blocks: Blocks, seed: Tensor) -> CompressedTensor:
         blocks = replace(blocks, block_size=block_size)
     assert blocks.block_size is not None
     projection_seed = seed if columns else None
-    codes = ops.blocks_pack(
+    packed, low, step = ops.blocks_pack(
         values,
         seed,
         blocks.bits,
@@ -91,7 +91,7 @@ def pack(x: Tensor, blocks: Blocks, seed: Tensor) -> CompressedTensor:
         columns,
         projection_seed,
     )
-    return CompressedTensor(*codes, blocks, x.shape, x.dtype, columns, projection_seed)
+    return CompressedTensor(packed, low, step, blocks, x.shape, x.dtype, columns, projection_seed)
 
 
 @cache
