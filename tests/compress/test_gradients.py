@@ -1,6 +1,5 @@
 """``compress.GradientAccumulator``: exact sums, coded sums, the mean over seeds, what may happen to a model."""
 
-import copy
 import io
 from collections.abc import Callable
 from dataclasses import replace
@@ -130,13 +129,13 @@ def test_what_is_pending_is_part_of_the_sum_and_needs_no_codes() -> None:
 def test_gradients_handed_in_stay_as_they_are() -> None:
     net = Net()
     accumulator = accumulator_of(net)
+    given = []
     for _ in range(3):
-        grads = [torch.randn_like(p) for p in net.parameters()]
-        before = copy.deepcopy(grads)
-        net.weight.grad, net.bias.grad = grads
+        given += [torch.randn_like(net.weight), torch.randn_like(net.bias)]
+        net.weight.grad, net.bias.grad = given[-2:]
         accumulator.accumulate()
-        assert all(torch.equal(a, b) for a, b in zip(grads, before, strict=True))
-        assert all(grad._version == 0 for grad in grads)
+    accumulator.finish()
+    assert all(grad._version == 0 for grad in given)
 
 
 def test_each_addition_draws_new_numbers_from_the_generator() -> None:
@@ -158,19 +157,19 @@ def test_each_addition_draws_new_numbers_from_the_generator() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_sums_of_other_types_are_made_in_fp32_or_better(dtype: torch.dtype) -> None:
-    """Beside 1 the half types lose each 2**-12, and their sum 2**-9 only in the last rounding. The offset of a constant
-    block is at most 2**-7 below (bf16), so that a step is that over 255, and each addition costs at most one."""
+    """Beside 1 the half types lose each 2**-12, but not their sum 2**-7. The offset of a constant block is at most
+    2**-7 below (bf16), so that a step is that over 255, and each addition costs at most one."""
     net = Net(dtype)
     accumulator = accumulator_of(net)
-    for grad in [1.0] + 8 * [2.0**-12]:
+    for grad in [1.0] + 32 * [2.0**-12]:
         net.bias.grad = torch.full_like(net.bias, grad)
         net.weight.grad = torch.full_like(net.weight, grad)
         accumulator.accumulate()
     accumulator.finish()
     assert net.weight.grad.dtype == net.bias.grad.dtype == dtype
-    assert torch.equal(net.bias.grad, torch.full_like(net.bias, 1 + 2.0**-9).to(dtype))
-    allowed = 9 * (2.0**-7 / 255 * (1 + 2.0**-7) + 8 * EPS) + torch.finfo(dtype).eps / 2
-    assert ((net.weight.grad.double() - 1 - 2.0**-9).abs() <= allowed).all()
+    assert torch.equal(net.bias.grad, torch.full_like(net.bias, 1 + 2.0**-7).to(dtype))
+    allowed = 33 * (2.0**-7 / 255 * (1 + 2.0**-7) + 8 * EPS) + torch.finfo(dtype).eps / 2
+    assert ((net.weight.grad.double() - 1 - 2.0**-7).abs() <= allowed).all()
 
 
 def test_poison_reaches_the_optimizer() -> None:
@@ -252,10 +251,11 @@ def test_a_pyg_model_of_lazy_layers_and_a_converted_one() -> None:
 
 def test_a_gradient_with_a_graph_of_its_own_lets_it_go() -> None:
     net = Net()
-    grads = torch.autograd.grad(net(micro_batches()[0]).sum(), [net.weight, net.bias], create_graph=True)
-    net.weight.grad, net.bias.grad = grads
     accumulator = accumulator_of(net)
-    accumulator.accumulate()
+    for x in micro_batches()[:2]:
+        net.weight.grad, net.bias.grad = torch.autograd.grad(net(x).sum(), [*net.parameters()], create_graph=True)
+        accumulator.accumulate()
+    assert not any(kept.requires_grad for kept in [accumulator._sums["bias"], *accumulator._sums["weight"].tensors])
     accumulator.finish()
     assert not net.weight.grad.requires_grad
     assert not net.bias.grad.requires_grad
