@@ -56,7 +56,7 @@ class GradientAccumulator:
     def __init__(
         self,
         parameters: Iterable[Tensor] | Iterable[tuple[str, Tensor]],
-        blocks: Blocks = Blocks(bits=8, block_size=256),
+        blocks: Blocks = Blocks(bits=8, block_size=64),
         min_size: int = 4096,
     ) -> None:
         if not isinstance(blocks, Blocks):
