@@ -4,6 +4,7 @@ Importing this package loads neither Triton nor a compiler; the first call on a 
 """
 
 from qgnn import compress, data, formats, functional, nn, rng
+from qgnn.compress import compress_activations
 from qgnn.compressed_tensor import CompressedTensor
 from qgnn.config import QConfig
 from qgnn.convert import quantize_, revert_, summary
@@ -20,6 +21,7 @@ __all__ = [
     "QTensor",
     "__version__",
     "compress",
+    "compress_activations",
     "data",
     "formats",
     "functional",

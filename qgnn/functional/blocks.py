@@ -71,8 +71,8 @@ def compress(
     return pack(x, blocks, make_seed(seed, x.device))
 
 
-def pack(x: Tensor, blocks: Blocks, seed: Tensor) -> CompressedTensor:
-    """:func:`compress` for a format that is checked already."""
+def pack(x: Tensor, blocks: Blocks, seed: Tensor | None) -> CompressedTensor:
+    """:func:`compress` in a format; without a seed, values that are not projected are rounded to nearest."""
     columns = blocks.columns(x.shape[-1]) if x.dim() > 1 else 0
     x = x.detach()
     values = x.reshape(prod(x.shape[:-1]), x.shape[-1]) if columns else x

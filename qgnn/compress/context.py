@@ -1,0 +1,175 @@
+"""``compress_activations``: what autograd keeps of any eager model, as codes of a few bits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ContextDecorator, ExitStack
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from qgnn.compress.functions import DROPOUTS, REPLACEMENTS, redrawn_dropout
+from qgnn.compress.modules import RunningModules
+from qgnn.compress.policy import Rule
+from qgnn.compress.report import Report, SavedTensor
+from qgnn.compress.session import Session
+from qgnn.formats import Blocks
+
+Excluded = str | nn.Module | Callable[[SavedTensor], bool]
+
+_here = threading.local()
+
+
+def _open_sessions() -> list[Session]:
+    """The sessions of this thread, the innermost last."""
+    if not hasattr(_here, "sessions"):
+        _here.sessions = []
+    sessions: list[Session] = _here.sessions
+    return sessions
+
+
+def _is_innermost(session: Session) -> bool:
+    sessions = _open_sessions()
+    return bool(sessions) and sessions[-1] is session
+
+
+class _Mode(TorchFunctionMode):
+    """Tells a session which function runs, and replaces some."""
+
+    def __init__(self, session: Session, redraw_dropout: bool) -> None:
+        super().__init__()
+        self._session, self._redraw_dropout = session, redraw_dropout
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _is_innermost(self._session):
+            return func(*args, **kwargs)
+        if torch.is_grad_enabled():
+            replacement = redrawn_dropout if self._redraw_dropout and func in DROPOUTS else REPLACEMENTS.get(func)
+            result = None if replacement is None else replacement(self._session, func, args, kwargs)
+            if result is not None:
+                return result
+        return self._session.run(func, args, kwargs)
+
+
+class compress_activations(ContextDecorator):  # noqa: N801, a context manager, as torch.no_grad
+    r"""Compress what autograd saves inside a block for the backward pass of an eager model.
+
+    The forward pass is computed as without it, bit for bit; what its functions save is coded as
+    :func:`qgnn.functional.compress` does, each tensor with a rounding at random of its own, and decoded when the
+    backward pass asks for it. Gradients are unbiased, since only that is coded in which a gradient is linear:
+
+    - operands of dense products, whose columns may be projected besides, and of products of elements;
+    - of functions of single elements (ELU, GELU, SiLU, sigmoid, tanh, ...) the derivative, in place of the argument;
+    - of losses with one result the gradient, in 8 bits; of softmax two roundings of its result;
+    - of ReLU, leaky ReLU, hardtanh and dropout a bit an element, which is exact, as are narrower integers of indices.
+
+    Of batch norm, layer norm and group norm the input is coded, which leaves a bias: the rounding's variance over the
+    number of values that a mean is of. Whatever else is saved (by extrema, or functions of other packages) is kept as
+    it is, and so are parameters, constants from outside of the block, sparse tensors and vectors. The report lists it.
+
+    After EXACT (Liu et al., ICLR 2022, ``block_size`` = F / ``projection``), its `block-wise successor
+    <https://arxiv.org/abs/2309.11856>`_ (longer blocks, ``bins="optimal"``) and `GACT <https://arxiv.org/abs/2206.11357>`_.
+
+    Blocks may be nested, in which case the innermost one holds, entered again and again, and used in several threads,
+    one object in one thread at a time. The backward pass may run inside or outside of the block, more than once.
+    Functions that :func:`torch.compile` has compiled keep what they save as it is; layers of :mod:`qgnn.nn` compress
+    there, too, with ``QConfig(save=...)``. Parts under :func:`torch.utils.checkpoint.checkpoint` keep what it keeps.
+
+    Args:
+        bits: Width of a code: 1, 2, 4 or 8.
+        block_size: Values that share an offset and a step; ``None`` chooses a length for the width.
+        projection: Ratio of a random projection of the columns of operands of dense products, or ``None``.
+        bins: ``"uniform"``, or ``"optimal"``: bins that minimize the variance.
+        seed: Seed of all rounding; the same one gives the same codes in the same order of functions. ``None`` takes one
+            from torch's generator, whose masks of the block's dropout stay what they would be without the block.
+        metadata_dtype: Type of offsets and steps.
+        min_size: Tensors of fewer values are kept as they are.
+        exclude: What is kept as it is: names of functions or modules (patterns with ``*``, as the report shows them),
+            modules, predicates of a :class:`SavedTensor`, or several of these.
+        redraw_dropout: Whether :func:`torch.nn.functional.dropout` draws its masks from a hash, and again in the
+            backward pass, so that only a seed is kept. The masks are then others than torch's.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a number is outside its range.
+
+    Example:
+        >>> with qgnn.compress_activations(bits=2, block_size=1024, projection=8) as report:
+        ...     loss = F.cross_entropy(model(x, edge_index)[mask], y[mask])
+        ...     loss.backward()
+        >>> print(report)
+    """
+
+    def __init__(
+        self,
+        bits: int = 2,
+        block_size: int | None = None,
+        projection: int | None = None,
+        bins: str = "uniform",
+        seed: int | None = None,
+        *,
+        metadata_dtype: torch.dtype = torch.bfloat16,
+        min_size: int = 1024,
+        exclude: Excluded | Iterable[Excluded] = (),
+        redraw_dropout: bool = False,
+    ) -> None:
+        self._blocks = Blocks(bits, block_size, projection, bins, metadata_dtype)
+        self._seed, self._min_size, self._redraw_dropout = seed, min_size, redraw_dropout
+        if isinstance(exclude, (str, nn.Module)) or callable(exclude):
+            exclude = (exclude,)
+        self._exclude = tuple(exclude)
+        for rule in self._exclude:
+            if not (isinstance(rule, (str, nn.Module)) or callable(rule)):
+                raise TypeError(
+                    f"'compress_activations' expects 'exclude' to hold names, modules or predicates (got {rule!r})"
+                )
+        self._open: list[tuple[ExitStack, RunningModules]] = []
+
+    def __enter__(self) -> Report:
+        session = Session(self._choose, self._first_seed(), self._min_size, lambda: modules.name())
+        modules = RunningModules(lambda: _is_innermost(session))
+        with ExitStack() as stack:
+            sessions = _open_sessions()
+            sessions.append(session)
+            stack.callback(sessions.remove, session)
+            modules.open()
+            stack.callback(modules.close)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(session.pack, session.unpack))
+            stack.enter_context(_Mode(session, self._redraw_dropout))
+            self._open.append((stack.pop_all(), modules))
+        return session.report
+
+    def __exit__(self, *exception: Any) -> None:
+        stack, _ = self._open.pop()
+        stack.close()
+        if self._seed is None:
+            torch.empty((), dtype=torch.int64).random_()  # the next block's seed is another one
+
+    def _first_seed(self) -> int:
+        """The given seed, or the number that torch's generator would draw next, without drawing it."""
+        if self._seed is not None:
+            return self._seed
+        twin = torch.Generator()
+        twin.set_state(torch.get_rng_state())
+        return int(torch.empty((), dtype=torch.int64).random_(generator=twin))
+
+    def _choose(self, entry: SavedTensor, values: Tensor, rule: Rule) -> Blocks | None:
+        """The format of one tensor."""
+        if any(self._is_excluded(excluded, entry) for excluded in self._exclude):
+            return None
+        if rule.bits is not None:
+            return Blocks(rule.bits, metadata_dtype=self._blocks.metadata_dtype)
+        return self._blocks if rule.projected else replace(self._blocks, projection=None)
+
+    def _is_excluded(self, excluded: Any, entry: SavedTensor) -> bool:
+        if isinstance(excluded, str):
+            return fnmatchcase(entry.op, excluded) or fnmatchcase(entry.module, excluded)
+        if isinstance(excluded, nn.Module):
+            return excluded in self._open[-1][1]
+        return bool(excluded(entry))

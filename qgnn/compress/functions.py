@@ -1,0 +1,178 @@
+"""Functions that run in place of torch's, with the same result, because what torch saves of them cannot be coded.
+
+ReLU and leaky ReLU keep a bit an element. Of other functions of single elements the derivative is coded instead of the
+argument: the gradient is linear in it, so that it stays unbiased. So is that of a loss with one result in its gradient,
+of which 8 bits are kept, as all others are made of it. The gradient of softmax contains its result twice, and two
+independent roundings make it unbiased. Functions that write to their argument run as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qgnn.compress.policy import Call, Rule, argument, functions
+from qgnn.compress.session import Op, Session, same_storage, tensors_in
+from qgnn.functional.activation import activation
+from qgnn.functional.blocks import decompress
+
+# ``None`` leaves the call to torch.
+Replacement = Callable[[Session, Any, Call, dict[str, Any]], Tensor | None]
+
+_CODED = Rule()
+_CODED_LOSS = Rule(bits=8)
+
+
+class _WithDerivative(torch.autograd.Function):
+    """A function of single elements, or one with a single result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, results: tuple[Tensor, Tensor]) -> Tensor:
+        y, derivative = results
+        ctx.save_for_backward(derivative)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (derivative,) = ctx.saved_tensors
+        return grad * derivative, None
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, results: tuple[Any, ...]) -> Tensor:
+        y, *ctx.roundings = results
+        ctx.dim, ctx.dtype = dim, x.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        weighted = decompress(ctx.roundings[0]).mul_(grad)
+        total = weighted.sum(ctx.dim, keepdim=True)
+        return weighted.sub_(decompress(ctx.roundings[1]).mul_(total)).to(ctx.dtype), None, None
+
+
+def _writes(args: Call, kwargs: dict[str, Any]) -> bool:
+    """Whether a function may write to its argument; all flags but those of dropout and activations are numbers."""
+    return kwargs.get("inplace", False) is True or any(a is True for a in args[1:]) or kwargs.get("out") is not None
+
+
+def _one_bit(op: Op, x: Tensor, original_bytes: int) -> None:
+    """Enter the bits that stand for ``x``."""
+    (entry,) = op.entries
+    entry.shape, entry.dtype, entry.format, entry.original_bytes = tuple(x.shape), x.dtype, "1 bit", original_bytes
+
+
+def _relu(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
+    x = argument(args, kwargs, 0, "input")
+    if not session.takes(x) or _writes(args, kwargs):
+        return None
+    with session.standing_for(function) as op:
+        y = activation(x, "relu")
+        _one_bit(op, x, session.original_bytes(y))
+    return y
+
+
+def _leaky_relu(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
+    x, slope = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "negative_slope", 0.01)
+    if not session.takes(x) or _writes(args, kwargs):
+        return None
+    with session.standing_for(function) as op:
+        y = activation(x, "leaky_relu", negative_slope=slope)
+        _one_bit(op, x, session.original_bytes(x))
+    return y
+
+
+def _elementwise(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
+    x = args[0] if args else None
+    if not session.takes(x) or _writes(args, kwargs):
+        return None
+    return _with_derivative(session, function, args, kwargs, _CODED)
+
+
+def _loss(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
+    others = (*args[1:], *kwargs.values())
+    alone = not any(isinstance(a, Tensor) and a.requires_grad for a in others)
+    summed = kwargs.get("reduction", "mean") != "none" and "none" not in args[1:]
+    if not args or not session.takes(args[0]) or not alone or not summed:
+        return None
+    return _with_derivative(session, function, args, kwargs, _CODED_LOSS)
+
+
+def _with_derivative(session: Session, function: Any, args: Call, kwargs: dict[str, Any], rule: Rule) -> Tensor:
+    """The result, with codes of its derivative for the backward pass."""
+    x, *rest = args
+    saved: list[Tensor] = []
+
+    def note(t: Tensor) -> Tensor:
+        saved.append(x if same_storage(t, x) else t.detach())
+        return t.detach()
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        leaf = x.detach().requires_grad_()
+        y = function(leaf, *rest, **kwargs)
+        (derivative,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+    given = [x, *tensors_in((*rest, *kwargs.values()))]
+    original = sum(session.original_bytes(t, not any(same_storage(t, a) for a in given)) for t in saved)
+    with session.standing_for(function, rule) as op:
+        result: Tensor = _WithDerivative.apply(x, (y.detach(), derivative))
+        op.entries[0].original_bytes = original
+    return result
+
+
+def _softmax(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
+    x, dim = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "dim")
+    if not session.takes(x) or not isinstance(dim, int):
+        return None
+    with session.standing_for(function) as op, torch.no_grad():
+        y = function(*args, **kwargs)
+        entry = session.enter(op, y, session.original_bytes(y, is_result=True))
+        blocks = session.format(y, _CODED, entry)
+        if blocks is not None:
+            roundings = (session.compress(y, blocks, entry), session.compress(y, blocks, entry))
+            entry.format += " twice"
+    if blocks is None:
+        session.report.by_tensor.remove(entry)
+        return None
+    return _Softmax.apply(x, dim, (y, *roundings))
+
+
+def redrawn_dropout(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
+    """Dropout that keeps nothing but a seed. It draws other masks than torch's."""
+    x, probability = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "p", 0.5)
+    training = argument(args, kwargs, 2, "training", function is torch.nn.functional.dropout)
+    inplace = argument(args, kwargs, 3, "inplace", False)
+    if not session.takes(x) or not training or inplace or not probability:
+        return None
+    mask_bytes = x.numel() * (x.element_size() if x.device.type == "cpu" else 1)  # a factor, or a boolean
+    with session.standing_for(function) as op:
+        y = activation(x, None, probability, seed=session.seed(x.device))
+        op.entries[0].original_bytes = mask_bytes
+    return y
+
+
+DROPOUTS = frozenset(functions("dropout"))
+
+_ELEMENTWISE = (
+    *("elu", "celu", "selu", "gelu", "silu", "mish", "sigmoid", "tanh", "softplus", "logsigmoid"),
+    *("hardswish", "hardsigmoid", "softsign", "sin", "cos", "erf"),
+)
+
+_LOSSES = (
+    *("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss"),
+    *("l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss"),
+)
+
+REPLACEMENTS: dict[Any, Replacement] = {
+    **dict.fromkeys(functions("relu"), _relu),
+    **dict.fromkeys(functions("leaky_relu"), _leaky_relu),
+    **dict.fromkeys(functions(*_ELEMENTWISE), _elementwise),
+    **dict.fromkeys(functions("softmax"), _softmax),
+    **dict.fromkeys(functions(*_LOSSES), _loss),
+}
