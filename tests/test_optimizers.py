@@ -19,7 +19,7 @@ optim = pytest.importorskip("torchao.optim", exc_type=ImportError)
 N, WIDTHS = 60, (80, 64, 5)
 # How far the sum of five updates may be from that of AdamW. Among the largest values of a block, which make most of it,
 # neighboring codes of 8 bits differ by a factor of at most 1.13, so that a first moment is off by at most 6 % and the
-# root of a second by 3 %. With 4 bits they differ by a factor of 1.7 at least: up to 30 %, and 15 %.
+# root of a second by 3 %. With 4 bits they differ by a factor of up to 2.06: a third, and a sixth.
 TOLERANCE = {"AdamW8bit": 0.1, "AdamW4bit": 0.5}
 
 OPTIMIZERS = pytest.mark.parametrize("name", TOLERANCE)
@@ -70,7 +70,7 @@ def test_models_train_as_with_adamw(
     train(other, torch.optim.AdamW(other.parameters(), lr=1e-3), data)
     expected = update(other, before)
     assert 0 < (update(model, before) - expected).norm() <= TOLERANCE[name] * expected.norm()
-    coded = {p for p in model.parameters() if p.numel() >= 4096}
+    coded = {p for p in model.parameters() if p.numel() >= 4096 and p.numel() % 256 == 0}
     for p, state in optimizer.state.items():
         assert (type(state["exp_avg"]) is not Tensor) == (p in coded)
     assert coded

@@ -129,10 +129,19 @@ class Problem:
             return edge_index
         return adjacency(edge_index, torch.ones(edge_index.shape[1], device=edge_index.device), len(self.data.x))
 
-    def train(self, model: torch.nn.Module, edges: Tensor) -> tuple[float, list[float]]:
-        """Test accuracy at the best validation epoch, and the times of the steps."""
+    def adam(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=self.recipe.lr, weight_decay=WEIGHT_DECAY)
+
+    def train(
+        self,
+        model: torch.nn.Module,
+        edges: Tensor,
+        optimizer: torch.optim.Optimizer | None = None,
+        num_epochs: int = NUM_EPOCHS,
+    ) -> tuple[float, list[float]]:
+        """Test accuracy at the best validation epoch, and the times of the steps; with Adam unless told otherwise."""
         data = self.data
-        optimizer = torch.optim.Adam(model.parameters(), lr=self.recipe.lr, weight_decay=WEIGHT_DECAY)
+        optimizer = self.adam(model) if optimizer is None else optimizer
         clock = make_clock(self.setting.device)
         times_ms = []
         best_val_acc, test_acc = -1.0, 0.0
@@ -143,7 +152,7 @@ class Problem:
             F.cross_entropy(out[data.train_mask], data.y[data.train_mask]).backward()
             optimizer.step()
 
-        for epoch in range(1, 1 + (QUICK_EPOCHS if self.setting.quick else NUM_EPOCHS)):
+        for epoch in range(1, 1 + (QUICK_EPOCHS if self.setting.quick else num_epochs)):
             model.train()
             times_ms.append(clock.time(step))
             if epoch % EVAL_EVERY == 0:
