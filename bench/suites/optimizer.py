@@ -30,8 +30,9 @@ NUM_PARTS = 8  # micro-batches
 Optimizer = Callable[..., torch.optim.Optimizer]
 
 # Bounds of the gate on the sum of the first updates. Neighboring codes of 8 bits differ by a factor of at most 1.13 in
-# the largest decade of a block, and by up to 2.1 with 4 bits: rounding costs a value up to 6 % and 35 % there.
-TOLERANCE = {"fp32": 1e-4, "int8": 0.1, "int4": 0.5}
+# the largest decade of a block, and by up to 2.1 with 4 bits: rounding is off by 4 % and 20 % there (rms), and by more
+# below. In fp32, what is off is the last bit of a parameter, of which an update is a hundredth.
+TOLERANCE = {"fp32": 1e-4, "int8": 5e-2, "int4": 0.3}
 
 
 def optimizers() -> Iterator[tuple[str, Callable[[], Optimizer]]]:
@@ -49,31 +50,34 @@ def state_of(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
 
 
 class Updates:
-    """Parameters of these shapes with a gradient that stays."""
+    """Parameters of these shapes, and gradients."""
 
     def __init__(self, name: str, shapes: Sequence[Sequence[int]], setting: Setting) -> None:
         self.name, self.shapes, self.setting = f"{name}/adamw", shapes, setting
 
-    def parameters(self, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
-        values = [0.1 * randn(*shape, setting=self.setting, seed=2 * i) for i, shape in enumerate(self.shapes)]
-        found = [torch.nn.Parameter(value.to(dtype)) for value in values]
-        for i, parameter in enumerate(found):
-            parameter.grad = randn(*parameter.shape, setting=self.setting, seed=2 * i + 1).to(dtype)
-        return found
+    def normal(self, seed: int, dtype: torch.dtype) -> list[Tensor]:
+        seeds = range(seed * len(self.shapes), (seed + 1) * len(self.shapes))
+        pairs = zip(self.shapes, seeds, strict=True)
+        return [0.1 * randn(*shape, setting=self.setting, seed=each).to(dtype) for shape, each in pairs]
 
     def updates(self, optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """Sums of the first updates."""
-        parameters = self.parameters(dtype)
+        """Sums of the first updates, of gradients that differ: equal ones would not tell one beta from another."""
+        parameters = [torch.nn.Parameter(value) for value in self.normal(0, dtype)]
         before = [p.detach().clone() for p in parameters]
         made = optimizer(parameters, lr=LEARNING_RATE)
-        for _ in range(NUM_UPDATES):
+        for number in range(1, NUM_UPDATES + 1):
+            for parameter, grad in zip(parameters, self.normal(number, dtype), strict=True):
+                parameter.grad = grad
             made.step()
         return [p.detach() - q for p, q in zip(parameters, before, strict=True)]
 
     def work(self, find: Callable[[], Optimizer]) -> Work:
         optimizer = find()
         self.updates(optimizer)  # compiles
-        made = optimizer(self.parameters(), lr=LEARNING_RATE)
+        parameters = [torch.nn.Parameter(value) for value in self.normal(0, torch.float32)]
+        for parameter, grad in zip(parameters, self.normal(1, torch.float32), strict=True):
+            parameter.grad = grad
+        made = optimizer(parameters, lr=LEARNING_RATE)
         return Work(made.step, partial(self.updates, optimizer), kept=partial(state_of, made))
 
     def case(self) -> Case:

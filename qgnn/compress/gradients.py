@@ -18,7 +18,7 @@ from qgnn.rng import make_seed
 
 
 class GradientAccumulator:
-    r"""Accumulates gradients over micro-batches in block-wise codes of 8 bits, a quarter of fp32's memory.
+    r"""Accumulates gradients over micro-batches in block-wise codes: 8.5 bits a value in place of fp32's 32.
 
     Each call of :meth:`accumulate` decodes the sums so far, adds the gradients in fp32, codes the result with
     stochastic rounding and new random numbers, and sets ``p.grad`` to ``None``. The coded sum is that of the gradients
@@ -27,8 +27,8 @@ class GradientAccumulator:
     .. math:: E[S_t \mid S_{t-1}] = S_{t-1} + g_t .
 
     Each addition adds a variance of at most :math:`\Delta^2 / 4` to a value, where :math:`\Delta` is the range of its
-    block over :math:`2^b - 1`. With 8 bits that is far below the noise of mini-batches; with 4 bits an eighth of fp32's
-    memory is left, and the error of each addition is 17 times as large.
+    block over :math:`2^b - 1`. With 8 bits that is far below the noise of mini-batches. With 4 bits each error is 17
+    times as large, which only gradients stand whose micro-batches differ as much.
 
     Gradients of fewer than ``min_size`` values, of biases and norms, are summed exactly in fp32: codes would save next
     to nothing of the model's memory there, and the error of one value would reach a whole column.
