@@ -20,7 +20,8 @@ from qgnn.compress import compress_activations
 from qgnn.compress.context import _open_sessions
 
 N, K = 48, 32
-INT8, INT2 = {"bits": 8, "min_size": 1, "seed": 1}, {"bits": 2, "min_size": 1, "seed": 1}
+BLOCKS = {"block_size": 1024, "min_size": 1, "seed": 1}
+INT8, INT2 = {"bits": 8, **BLOCKS}, {"bits": 2, **BLOCKS}
 
 
 class Net(nn.Module):

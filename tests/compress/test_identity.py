@@ -20,7 +20,9 @@ N, K, M = 32, 16, 8
 
 
 def block(**options: object) -> compress_activations:
-    return compress_activations(**{"bits": 8, "block_size": 1024, "min_size": 1, "metadata_dtype": torch.float32, "seed": 1, **options})
+    return compress_activations(
+        **{"bits": 8, "block_size": 1024, "min_size": 1, "metadata_dtype": torch.float32, "seed": 1, **options}
+    )
 
 
 def weight(rows: int = K, columns: int = M) -> nn.Parameter:
