@@ -26,6 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "compressed_tensor",
         "config",
         "formats",
+        "memory",
         "qtensor",
         "rng",
         "trace",

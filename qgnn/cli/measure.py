@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import gc
-import re
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,6 +10,8 @@ from statistics import median
 
 import torch
 from torch import Tensor
+
+from qgnn.memory import peak_bytes
 
 MIB = 2**20
 
@@ -111,7 +112,7 @@ class PeakMemory:
         device: Where the run takes place.
     """
 
-    STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    CLEAR = Path("/proc/self/clear_refs")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -133,11 +134,7 @@ class PeakMemory:
     @property
     def mib(self) -> float | None:
         """MiB at the peak, or ``None`` if that cannot be had."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device) / MIB
-        if not self._was_reset:
+        if self._device.type != "cuda" and not self._was_reset:
             return None
-        with contextlib.suppress(OSError):
-            match = re.search(r"^VmHWM:\s*(\d+) kB", self.STATUS.read_text(), re.MULTILINE)
-            return int(match[1]) / 1024 if match else None
-        return None
+        peak = peak_bytes(self._device)
+        return None if peak is None else peak / MIB

@@ -185,6 +185,7 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         with ExitStack() as stack:
             sessions.append(session)
             stack.callback(sessions.remove, session)
+            stack.callback(session.end)
             modules.open(session.is_in_charge)
             stack.callback(modules.close)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(session.pack, session.unpack))

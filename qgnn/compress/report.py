@@ -40,9 +40,16 @@ class Report:
     """What :class:`qgnn.compress_activations` kept of one block's forward passes; prints as a table.
 
     Parameters, and inputs from outside of the block, live anyway: they are kept as they are, and do not count.
+
+    Args:
+        by_tensor: What was saved, in order.
+        peak_bytes: The most bytes that were in use by the end of the block: of the GPU by torch, or resident of the
+            whole process (under Linux); ``None`` within the block, or where it is unknown. Reset a GPU's mark with
+            :func:`torch.cuda.reset_peak_memory_stats`.
     """
 
     by_tensor: list[SavedTensor] = field(default_factory=list)
+    peak_bytes: int | None = None
 
     @property
     def original_bytes(self) -> int:
@@ -70,6 +77,8 @@ class Report:
         table.add_section()
         total = _mib((self.original_bytes, self.saved_bytes))
         table.add_row("all", "", "", f"{self.ratio:.1f} times smaller", *total)
+        if self.peak_bytes is not None:
+            table.add_row("peak of all memory", "", "", "", "", f"{self.peak_bytes / _MIB:.0f}")
         text = StringIO()
         Console(file=text, width=120).print(table)
         return text.getvalue()

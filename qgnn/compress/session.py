@@ -20,6 +20,7 @@ from qgnn.compress.report import Report, SavedTensor
 from qgnn.compress.saved import Coded, Codes, Kept, layout_of
 from qgnn.formats import Blocks
 from qgnn.functional.blocks import decompress, pack
+from qgnn.memory import peak_bytes
 from qgnn.rng import make_seed
 
 _MAX_BITS = 1 << 16  # that share two values
@@ -154,6 +155,7 @@ class Session:
         self.seeds = seeds
         self._formats, self._module_name = formats, module_name
         self._min_size = min_size
+        self._device = torch.device("cpu")  # of what was saved last
         self._numbers = itertools.count(1)
         self._op = Op(None)
         self._made = Storages()  # of constants that the block makes
@@ -164,6 +166,10 @@ class Session:
         """Whether its hooks would get what is saved now: not in other threads, nor under hooks set within the block."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return hooks is not None and hooks[0] == self.pack
+
+    def end(self) -> None:
+        """The block ends."""
+        self.report.peak_bytes = peak_bytes(self._device)
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function: what is saved meanwhile is its."""
@@ -241,6 +247,7 @@ class Session:
         if original is None:
             original = 0 if op.ours else self.original_bytes(t)
         entry = SavedTensor(op.name, self._module_name(), tuple(t.shape), t.dtype, original)
+        self._device = t.device
         self.report.by_tensor.append(entry)
         op.entries.append(entry)
         return entry

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from qgnn import memory
 from qgnn.cli.measure import MIB, PeakMemory, SavedBytes, StepTimer
 
 CPU = torch.device("cpu")
@@ -89,7 +90,7 @@ def test_step_timer_of_a_short_run_uses_the_last_step() -> None:
 def test_peak_memory_survives_a_system_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "clear_refs").touch()
     monkeypatch.setattr(PeakMemory, "CLEAR", tmp_path / "clear_refs")
-    monkeypatch.setattr(PeakMemory, "STATUS", tmp_path / "status")
+    monkeypatch.setattr(memory, "STATUS", tmp_path / "status")
     peak = PeakMemory(CPU)
     peak.start()
     assert peak.mib is None

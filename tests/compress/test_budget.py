@@ -11,6 +11,7 @@ from torch import Tensor
 from qgnn.compress import compress_activations
 from qgnn.compress.budget import Candidate, allocate, leaves_of
 from qgnn.formats import BLOCK_BITS
+from qgnn.memory import STATUS
 
 MIB = 2**20
 
@@ -189,3 +190,15 @@ def test_a_measured_block_size_is_that_of_the_first_values() -> None:
     report, _ = step(compress_activations(2, "measured"), model, x, y)
     assert formats(report)["loud"] == "int2/G64"  # a block a row
     assert formats(report)["quiet"] != "int2/G64"
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="only Linux tells a process its peak of memory")
+def test_the_report_ends_with_the_peak_of_the_process() -> None:
+    model, x, y = problem()
+    with compress_activations(2) as report:
+        ballast = torch.ones(1 << 24)
+        model(x, y).backward()
+        assert report.peak_bytes is None
+    assert report.peak_bytes is not None
+    assert report.peak_bytes > 2 * ballast.nbytes  # beside what torch itself takes
+    assert f"{report.peak_bytes / MIB:.0f}" in str(report)
