@@ -187,5 +187,5 @@ def test_a_measured_block_size_is_that_of_the_first_values() -> None:
     model, x, y = problem()
     x = x * (torch.arange(256)[:, None] % 2 * 99 + 1)  # rows a hundred times as long as their neighbors
     report, _ = step(compress_activations(2, "measured"), model, x, y)
-    assert formats(report)["loud"] == "int2/G64"  # a block a row
-    assert formats(report)["quiet"] != "int2/G64"
+    assert formats(report)["loud"] == "int2-g64"  # a block a row
+    assert formats(report)["quiet"] != "int2-g64"
