@@ -9,7 +9,7 @@ import gc
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -35,11 +35,13 @@ class Work:
         run: The timed call.
         check: The same work from the same state, returning what the gate compares; ``None``: the result of ``run``.
         forward: One forward pass, to count what it keeps for the backward pass, or ``None``.
+        kept: Where there is no forward pass, the tensors that are kept from call to call, or ``None``.
     """
 
     run: Callable[[], object]
     check: Callable[[], Sequence[Tensor]] | None = None
     forward: Callable[[], object] | None = None
+    kept: Callable[[], Iterable[Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Measured:
     peak_mib: float | None
     saved_mib: float | None
     test_acc: float | None = None
+    metrics: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -119,10 +122,11 @@ class Entry:
     peak_mib: float | None = None
     saved_mib: float | None = None
     test_acc: float | None = None
+    metrics: Mapping[str, float] | None = None
 
     def fail(self) -> None:
         self.work, self.ok, self.times_ms = None, False, []
-        self.peak_mib = self.saved_mib = self.test_acc = None
+        self.peak_mib = self.saved_mib = self.test_acc = self.metrics = None
 
 
 def relative_error(results: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
@@ -194,6 +198,20 @@ def saved_bytes(forward: Callable[[], object]) -> int:
     return round(saved.mib * MIB)
 
 
+def storage_mib(tensors: Iterable[Tensor]) -> float:
+    """What the distinct storages of tensors occupy; one of a subclass is the tensors that it is made of."""
+    storages = {}
+    waiting = list(tensors)
+    while waiting:
+        tensor = waiting.pop()
+        if hasattr(tensor, "__tensor_flatten__"):
+            waiting += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        else:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values()) / MIB
+
+
 @contextmanager
 def _attempt(entry: Entry, say: Callable[[str, str], None]) -> Iterator[None]:
     """Make an exception, running out of memory included, the failure of this provider alone."""
@@ -210,7 +228,7 @@ def _prepare(entry: Entry, reference: Sequence[Tensor], device: torch.device) ->
     if isinstance(made, Measured):
         entry.error = relative_error(made.results, reference)
         entry.times_ms, entry.peak_mib, entry.saved_mib = list(made.times_ms), made.peak_mib, made.saved_mib
-        entry.test_acc = made.test_acc
+        entry.test_acc, entry.metrics = made.test_acc, made.metrics
     else:
         entry.work = made
         entry.error, entry.seconds = gate(made, reference, device)
@@ -253,6 +271,8 @@ def _count(entry: Entry, device: torch.device) -> None:
         entry.peak_mib = peak_mib(entry.work, device)
         if entry.work.forward is not None:
             entry.saved_mib = saved_bytes(entry.work.forward) / MIB
+        elif entry.work.kept is not None:
+            entry.saved_mib = storage_mib(entry.work.kept())
 
 
 def measure(
@@ -305,6 +325,7 @@ def _record(suite: str, case: Case, entry: Entry, stamp: Stamp, utc: str) -> Rec
         error=entry.error,
         ok=entry.ok,
         test_acc=entry.test_acc,
+        metrics=entry.metrics,
         **{"pass": case.pass_},
     )
 
