@@ -18,7 +18,7 @@ from qgnn import CompressedTensor, functional, reference, rng
 from qgnn.bins import optimal_bins
 from qgnn.functional import blocks as module
 from qgnn.functional import compress, decompress
-from qgnn.ops._backends import STREAM_INPUT, STREAM_PROJECTION
+from qgnn.ops._backends import STREAM_PACKED, STREAM_PROJECTION
 from statistics_checks import EPS
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ def test_compression_is_that_of_the_reference(shape: tuple[int, ...], block_size
         block_size=block_size,
         metadata_dtype=torch.bfloat16,
         seed=seed,
-        stream=STREAM_INPUT,
+        stream=STREAM_PACKED,
         **options,
     )
     assert c.columns == options.get("projection", 0)

@@ -57,6 +57,10 @@ class Formats:
         key = (*kind, self._seen[kind])
         self._seen[kind] += 1
         blocks = self._blocks if rule.projected else replace(self._blocks, projection=None)
+        # Bins that are made for normal values round others more coarsely than equal ones: what is behind a ReLU, by a
+        # quarter in long blocks.
+        if blocks.projection is None and not rule.normal:
+            blocks = replace(blocks, bins="uniform")
         if self._budget is not None:
             self._adaptive, blocks = key, self._budget.choose(key, blocks)
         if self._block_sizes is not None and blocks.projection is None:  # a projection mixes values to normal ones

@@ -98,7 +98,8 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
             one for each tensor, by the variance of rounding that its first values have (not of those that are
             projected, which are as good as normal).
         projection: Ratio of a random projection of the columns of operands of dense products, or ``None``.
-        bins: ``"uniform"``, or ``"optimal"``: bins that minimize the variance.
+        bins: ``"uniform"``, or ``"optimal"``: bins that minimize the variance of normal values, for what is projected
+            and for inputs of norms. Other values are rounded more coarsely by them, and keep uniform ones.
         seed: Seed of all rounding; a new object with the same one gives the same codes in the same order of functions,
             and goes on from there when it is entered again. ``None`` takes one from torch's generator, which is moved
             on at the end of the block: masks of the block's dropout stay what they would be without it.

@@ -27,6 +27,7 @@ class Rule(NamedTuple):
         multiplies: Whether a saved operand serves the gradients of the other operands alone. Its rounding may then be
             shared with other functions, as long as these gradients go to leaves: no gradient is the product of two.
         exact: Name of the second argument, if that stays as it is.
+        normal: Whether saved values are as good as normal; those of a projection are, too.
         applies: Whether the rule holds for these arguments; ``None``: for all.
         bits: Width of the codes in place of the usual one.
         indices: Whether saved integers point into an argument's dimensions, so that its sizes bound them.
@@ -36,6 +37,7 @@ class Rule(NamedTuple):
     projected: bool = False
     multiplies: bool = False
     exact: str | None = None
+    normal: bool = False
     applies: Callable[[Call, dict[str, Any]], bool] | None = None
     bits: int | None = None
     indices: bool = False
@@ -114,7 +116,7 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(functions("pow", "__pow__"), Rule(applies=_is_square)),
     **dict.fromkeys(functions("div", "div_", "__truediv__", "__itruediv__"), Rule(exact="other")),
     **dict.fromkeys(functions("true_divide", "divide"), Rule(exact="other")),
-    **dict.fromkeys(functions("batch_norm", "layer_norm", "group_norm", "instance_norm"), Rule()),
+    **dict.fromkeys(functions("batch_norm", "layer_norm", "group_norm", "instance_norm"), Rule(normal=True)),
     **dict.fromkeys(
         functions("index_select", "gather", "scatter", "scatter_add", "scatter_reduce"), Rule(indices=True)
     ),

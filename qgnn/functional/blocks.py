@@ -16,6 +16,7 @@ from qgnn.compressed_tensor import CompressedTensor
 from qgnn.formats import Blocks
 from qgnn.functional._checks import check_float
 from qgnn.rng import make_seed
+from qgnn.weak_cache import lasting
 
 
 def compress(
@@ -85,7 +86,7 @@ def pack(x: Tensor, blocks: Blocks, seed: Tensor | None) -> CompressedTensor:
         blocks.bits,
         blocks.block_size,
         blocks.metadata_dtype,
-        _edges(blocks, x.device),
+        edges_of(blocks, x.device),
         columns,
         projection_seed,
     )
@@ -107,19 +108,18 @@ def _best_block_size(bits: int, num_values: int, bins: str, metadata_bits: int) 
 
 
 @cache
-def _cached_edges(bits: int, block_size: int, device: torch.device) -> Tensor:
-    return optimal_bins(bits, block_size).to(device)
-
-
-@torch.compiler.assume_constant_result  # an optimization in Python, which no one should trace
 def _edges_on(bits: int, block_size: int, device: torch.device) -> Tensor:
-    return _cached_edges(bits, block_size, device)
+    with lasting():
+        return optimal_bins(bits, block_size).to(device)
 
 
-def _edges(blocks: Blocks, device: torch.device) -> Tensor | None:
+def edges_of(blocks: Blocks, device: torch.device) -> Tensor | None:
+    """Edges of the bins of a format whose blocks have a length; ``None`` for those of one width."""
     if blocks.bins == "uniform":
         return None
     assert blocks.block_size is not None
+    if torch.compiler.is_compiling():  # a constant of the graph; what a compiler or exporter traces is not to be kept
+        return optimal_bins(blocks.bits, blocks.block_size).to(device)
     return _edges_on(blocks.bits, blocks.block_size, device)
 
 
@@ -182,7 +182,7 @@ def _unpack(c: CompressedTensor, blocks: slice, num_values: int) -> Tensor:
         c.blocks.bits,
         num_values,
         c.dtype,
-        _edges(c.blocks, c.packed.device),
+        edges_of(c.blocks, c.packed.device),
         c.columns,
         c.projection_seed,
         c.shape[-1] if c.columns else 0,
