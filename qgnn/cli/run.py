@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +77,7 @@ def train_run(
     peak.start()
     data = copy.copy(data)
     data.edge_index = data.edge_index.clone()  # a prepared graph lives as long as its edges: it ends with the run
-    model = make_model(model_name, data.x.shape[1], num_outputs(data.y), recipe, precision).to(device)
+    model = make_model(model_name, data.x.shape[1], num_outputs(data.y), recipe, precision, compression).to(device)
     optimizer = torch.optim.Adam(parameter_groups(model, recipe.weight_decay), lr=recipe.lr)
     x = model_input(data.x, recipe, precision)
     timer, compressed = StepTimer(device), compression.context()
@@ -119,15 +120,18 @@ def inspect_step(
     same without that input.
     """
     model.train()
-    saved = SavedBytes([x.codes, x.scale] if isinstance(x, QTensor) else [x])
-    with saved.count():
-        loss(model, dropped(x, recipe, training=True), data, precision)
-    original_mib, features_mib = saved.mib, saved.inputs_mib
-    del saved  # it holds what it counted
     with trace(error=False) as record, compression.context() as report:
         model.zero_grad()
         loss(model, dropped(x, recipe, training=True), data, precision).backward()
     ops = {name: {column: op[column] for column in ("calls", "format", "backend")} for name, op in record.ops.items()}
+    layer: Any
+    for layer in model.modules():  # its last step: codes of int8 again
+        if isinstance(config := getattr(layer, "config", None), QConfig):
+            layer.config = replace(config, save="int8")
+    saved = SavedBytes([x.codes, x.scale] if isinstance(x, QTensor) else [x])
+    with saved.count():
+        loss(model, dropped(x, recipe, training=True), data, precision)
+    original_mib, features_mib = saved.mib, saved.inputs_mib
     saved_mib = original_mib if report is None else features_mib + report.saved_bytes / MIB
     return saved_mib, original_mib, features_mib, ops
 
