@@ -13,6 +13,7 @@ from .tables import accuracy_region, layer_region
 BENCH, LAYER, ACCURACY, SASS, ROOFLINE = "bench", "layer", "accuracy", "sass", "roofline"
 MACHINE_CODE = ("case", "kernel", "registers sm_80 / 90 / 100", "stack", "instructions", "multiplications", "F2I, I2F")
 TRAIN = ("precision", "test accuracy %", "ms per epoch", "MiB kept", "peak MiB", "speed")
+COMPRESSED = (*TRAIN[:4], "without features", *TRAIN[4:])
 PYG = ("fp32", "bf16")  # precisions of PyG's own layers
 
 _PLACES = {"--root": "DIR", "--json": "FILE", "--plot": "FILE"}  # what of a command is a matter of the machine
@@ -36,12 +37,13 @@ def trained(results: Path) -> dict[str, list[dict[str, Any]]]:
 
 def train_region(results: list[dict[str, Any]]) -> str:
     """The table that the command printed on each machine, and where it comes from."""
-    from qgnn.cli.report import cells
+    from qgnn.cli.report import cells, is_compressed
 
     parts = []
     for result in results:
         rows = [(f"{name} ({'PyG' if name in PYG else 'qgnn'})", *rest) for name, *rest in cells(result["runs"])]
-        parts.append(f"{table(TRAIN, rows)}\n\n{_origin(result)}")
+        headings = COMPRESSED if is_compressed(result["runs"]) else TRAIN
+        parts.append(f"{table(headings, rows)}\n\n{_origin(result)}")
     return "\n\n".join(parts)
 
 

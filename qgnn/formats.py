@@ -15,6 +15,7 @@ nothing else.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ BLOCK_BITS = (1, 2, 4, 8)
 MAX_BLOCK_SIZE = 1 << 16  # a longer block saves less than a thousandth of a bit a value
 METADATA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BINS = ("uniform", "optimal")
+_NAME = re.compile(r"int(\d{1,9})(?:-rp(\d{1,9}))?(-vm)?(?:-g(\d{1,9}))?")
 
 _FLUSH = 1e-30  # below this the inverse scale would overflow; such values count as zero
 _NEAREST = 1 << 15
@@ -227,6 +229,34 @@ class Blocks:
         return (self.bits + metadata) / (self.projection or 1)
 
     def __str__(self) -> str:
-        """As ``int2-rp8-vm/G1024``, the names of the command line with the block's length."""
+        """As ``int2-rp8-vm-g1024``, which :meth:`parse` takes; it leaves out the type of the metadata."""
         parts = [f"int{self.bits}", f"rp{self.projection}" if self.projection else "", "vm" * (self.bins == "optimal")]
-        return "-".join(filter(None, parts)) + (f"/G{self.block_size}" if self.block_size else "")
+        return "-".join(filter(None, [*parts, f"g{self.block_size}" if self.block_size else ""]))
+
+    @classmethod
+    def parse(cls, name: str) -> Blocks:
+        """The format of a name, with offsets and steps in bf16.
+
+        Args:
+            name: ``int`` and the width, then where wanted ``-rp`` and the ratio of the projection, ``-vm`` for bins of
+                least variance, ``-g`` and the length of a block, in this order.
+
+        Raises:
+            ValueError: If it is no such name, or a number is outside its range.
+
+        Example:
+            >>> qgnn.formats.Blocks.parse("int2-rp8-g16")  # a row of 128 columns a block, as in EXACT
+        """
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(
+                f"'Blocks' expects a name such as 'int2', 'int4-vm' or 'int2-rp8-vm-g1024' (got {name!r}): int1, int2, "
+                f"int4 or int8, then -rp and a ratio of projection, -vm for bins of least variance, -g and a length"
+            )
+        bits, projection, optimal, block_size = match.groups()
+        return cls(
+            bits=int(bits),
+            block_size=None if block_size is None else int(block_size),
+            projection=None if projection is None else int(projection),
+            bins="optimal" if optimal else "uniform",
+        )

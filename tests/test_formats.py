@@ -1,6 +1,7 @@
 """``formats.Int``: round trips, dimensions, types, empty tensors, bad input; and the fields of ``formats.Blocks``."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -149,17 +150,38 @@ def test_blocks_is_a_frozen_value() -> None:
     ("blocks", "name", "bits_per_value"),
     [
         (Blocks(8), "int8", 8.0),
-        (Blocks(1, 8), "int1/G8", 1 + 32 / 8),
-        (Blocks(2, 1024, metadata_dtype=torch.float32), "int2/G1024", 2 + 64 / 1024),
-        (Blocks(2, 16, 8), "int2-rp8/G16", (2 + 32 / 16) / 8),
+        (Blocks(1, 8), "int1-g8", 1 + 32 / 8),
+        (Blocks(2, 1024, metadata_dtype=torch.float32), "int2-g1024", 2 + 64 / 1024),
+        (Blocks(2, 16, 8), "int2-rp8-g16", (2 + 32 / 16) / 8),
         (Blocks(4, projection=4, bins="optimal"), "int4-rp4-vm", 4 / 4),
-        (Blocks(2, 65536, bins="optimal", metadata_dtype=torch.float16), "int2-vm/G65536", 2 + 32 / 65536),
+        (Blocks(2, 65536, bins="optimal", metadata_dtype=torch.float16), "int2-vm-g65536", 2 + 32 / 65536),
     ],
     ids=str,
 )
 def test_blocks_names_and_bits(blocks: Blocks, name: str, bits_per_value: float) -> None:
     assert str(blocks) == name
     assert blocks.bits_per_value == bits_per_value
+    assert replace(Blocks.parse(name), metadata_dtype=blocks.metadata_dtype) == blocks
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *(
+            (name, r"expects a name such as 'int2', .* \(got ")
+            for name in ("", "int", "2", "int2 ", "int2-", "int2_rp8")
+        ),
+        *((name, r"expects a name such as 'int2', .* \(got ") for name in ("int2-vm-rp8", "int2-g64-g64", "int2-rp-8")),
+        ("int" + "2" * 5000, r"expects a name such as"),  # more digits than Python converts
+        ("int3", r"'bits' to be one of \(1, 2, 4, 8\) \(got 3\)"),
+        ("int2-rp1", r"'projection' to be a ratio of at least 2"),
+        ("int2-g6", r"'block_size' to be a multiple of 4"),
+        ("int8-vm", r"bins='uniform' for 8-bit codes"),
+    ],
+)
+def test_blocks_rejects_names(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"'Blocks' .*{message}"):
+        Blocks.parse(name)
 
 
 @pytest.mark.parametrize(

@@ -291,7 +291,7 @@ def test_a_record_is_copied_pickled_and_told() -> None:
     c = compress(torch.randn(10, 16), 2, 16, projection=4, seed=1)
     for other in (copy.deepcopy(c), pickle.loads(pickle.dumps(c))):
         assert torch.equal(decompress(other), decompress(c))
-    assert repr(c) == "CompressedTensor(torch.float32 (10, 16), int2-rp4/G16, 32 bytes)"
+    assert repr(c) == "CompressedTensor(torch.float32 (10, 16), int2-rp4-g16, 32 bytes)"
     with pytest.raises(AttributeError):
         c.columns = 3
 

@@ -79,7 +79,8 @@ class SavedBytes:
             if type(item) in (Tensor, torch.nn.Parameter):
                 with contextlib.suppress(RuntimeError):  # what a compiler left behind has no memory
                     self._excluded |= {storage.data_ptr() for storage in storages_of(item)}
-        self._excluded -= {storage.data_ptr() for tensor in inputs for storage in storages_of(tensor)}
+        self._inputs = {storage.data_ptr() for tensor in inputs for storage in storages_of(tensor)}
+        self._excluded -= self._inputs
         # Holding the storages keeps an address from being given out a second time while counting.
         self._saved: dict[int, torch.UntypedStorage] = {}
 
@@ -100,6 +101,11 @@ class SavedBytes:
     def mib(self) -> float:
         """MiB kept."""
         return sum(storage.nbytes() for storage in self._saved.values()) / MIB
+
+    @property
+    def inputs_mib(self) -> float:
+        """MiB kept that are those of the inputs."""
+        return sum(s.nbytes() for pointer, s in self._saved.items() if pointer in self._inputs) / MIB
 
 
 class PeakMemory:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import GAT, GCN, GIN, GCN2Conv, GraphSAGE
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
+from qgnn.cli.compression import NO_COMPRESSION, Compression
 from qgnn.cli.precision import Precision
 from qgnn.cli.recipe import Recipe
 from qgnn.config import QConfig
@@ -49,7 +50,14 @@ class GCN2(nn.Module):
         return logits
 
 
-def make_model(name: str, in_channels: int, out_channels: int, recipe: Recipe, precision: Precision) -> nn.Module:
+def make_model(
+    name: str,
+    in_channels: int,
+    out_channels: int,
+    recipe: Recipe,
+    precision: Precision,
+    compression: Compression = NO_COMPRESSION,
+) -> nn.Module:
     """A model with random weights, which follow from torch's seed alone.
 
     Args:
@@ -59,6 +67,7 @@ def make_model(name: str, in_channels: int, out_channels: int, recipe: Recipe, p
         recipe: Sizes and dropout.
         precision: ``fp32`` and ``bf16`` take PyG's model as it is; an integer precision converts it, all layers but the
             last, whose outputs are the logits.
+        compression: What converted layers keep for the backward pass in place of int8 codes.
     """
     sizes = (in_channels, recipe.hidden, recipe.layers, out_channels)
     if name == "gcn2":
@@ -66,7 +75,9 @@ def make_model(name: str, in_channels: int, out_channels: int, recipe: Recipe, p
     else:
         cls, options = _BASIC[name]
         model = cls(*sizes, dropout=recipe.dropout, **options)
-    return model if precision.bits is None else quantize_(model, QConfig(bits=precision.bits))
+    if precision.bits is None:
+        return model
+    return quantize_(model, QConfig(bits=precision.bits, save=compression.blocks or "int8"))
 
 
 def first_layer(model: nn.Module) -> nn.Module:

@@ -14,12 +14,21 @@ from qgnn.cli.run import Run
 
 
 def by_precision(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The runs of each precision, in the order of first appearance."""
+    """The runs of each precision and compression, in the order of first appearance."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
-        name = run["precision"] if run["compress"] == "none" else f"{run['precision']} + {run['compress']}"
-        groups.setdefault(name, []).append(run)
+        groups.setdefault(row_name(run), []).append(run)
     return groups
+
+
+def row_name(run: dict[str, Any]) -> str:
+    """Its precision, and its compression if it has one."""
+    return run["precision"] if run["compress"] == "none" else f"{run['precision']} + {run['compress']}"
+
+
+def is_compressed(runs: list[dict[str, Any]]) -> bool:
+    """Whether some run is: then the table shows apart what compression can change."""
+    return any(run["compress"] != "none" for run in runs)
 
 
 def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -38,25 +47,28 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def table(runs: list[dict[str, Any]], caption: str = "") -> Table:
     """The comparison of all precisions, with speed relative to ``fp32``, which is PyG's own."""
     result = Table(caption=caption, caption_justify="left")
-    result.add_column("precision")
-    result.add_column("test accuracy %", justify="right", no_wrap=True)
-    for heading in ("ms per epoch", "MiB kept for backward", "peak MiB", "speed vs PyG fp32"):
-        result.add_column(heading, justify="right")
+    result.add_column("precision", overflow="fold")  # the only one that a narrow terminal breaks
+    kept = ("MiB\nkept", "without\nfeatures") if is_compressed(runs) else ("MiB kept\nfor backward",)
+    for heading in ("test\naccuracy %", "ms per\nepoch", *kept, "peak\nMiB", "speed vs\nPyG fp32"):
+        result.add_column(heading, justify="right", no_wrap=True)
     for row in cells(runs, plus_minus()):
         result.add_row(*row)
     return result
 
 
 def cells(runs: list[dict[str, Any]], sign: str = "±") -> list[tuple[str, ...]]:
-    """The text of the table's rows, ``sign`` before a deviation."""
+    """The text of the table's rows, ``sign`` before a deviation; of compressed runs with one column more."""
     rows = {name: summarize(group) for name, group in by_precision(runs).items()}
+    if is_compressed(runs):
+        for name, group in by_precision(runs).items():
+            rows[name]["made_mib"] = median(run["saved_mib"] - run["features_mib"] for run in group)
     fp32_ms = rows["fp32"]["epoch_ms"] if "fp32" in rows else None
     return [
         (
             name,
             f"{row['acc']:.2f}" + ("" if row["acc_dev"] is None else f" {sign} {row['acc_dev']:.2f}"),
             f"{row['epoch_ms']:.1f}",
-            f"{row['saved_mib']:.2f}",
+            *(f"{row[column]:.2f}" for column in ("saved_mib", "made_mib") if column in row),
             "-" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}",
             "-" if fp32_ms is None else f"{fp32_ms / row['epoch_ms']:.2f}x",
         )

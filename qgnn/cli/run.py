@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,8 @@ from torch_geometric.data import Data
 from torch_geometric.transforms import NormalizeFeatures
 
 from qgnn import functional
-from qgnn.cli.measure import PeakMemory, SavedBytes, StepTimer
+from qgnn.cli.compression import NO_COMPRESSION, Compression
+from qgnn.cli.measure import MIB, PeakMemory, SavedBytes, StepTimer
 from qgnn.cli.model import dropped, make_model, parameter_groups
 from qgnn.cli.precision import Precision
 from qgnn.cli.recipe import Recipe
@@ -29,6 +31,8 @@ class Run(NamedTuple):
         epoch_ms: Median time of a training step: forward, backward and optimizer.
         saved_mib: What autograd keeps between forward and backward: the inputs of layers and what lies between them,
             without parameters and the graph.
+        original_mib: The same without compression.
+        features_mib: The features among both, as the first layer keeps them: no compression touches them.
         peak_mib: The largest amount of memory in use during training, if it can be had.
         ops: Which of qgnn's primitives ran in one training step, how often, in which format and on which backend.
     """
@@ -36,6 +40,8 @@ class Run(NamedTuple):
     test_acc: float
     epoch_ms: float
     saved_mib: float
+    original_mib: float
+    features_mib: float
     peak_mib: float | None
     ops: dict[str, dict[str, Any]]
 
@@ -48,6 +54,7 @@ def train_run(
     device: torch.device,
     model_name: str = "gcn",
     on_epoch: Callable[[], None] = lambda: None,
+    compression: Compression = NO_COMPRESSION,
 ) -> Run:
     """Train a model and measure it. On a CPU the same arguments give the same model, bit for bit.
 
@@ -59,9 +66,10 @@ def train_run(
         device: Where to train.
         model_name: What to train.
         on_epoch: Called after each epoch.
+        compression: How what is kept for the backward pass is compressed.
 
     Returns:
-        The measurements. The traced and counted step is an extra one after training, so it disturbs neither time nor
+        The measurements. The traced and counted steps are extra ones after training, so they disturb neither time nor
         peak.
     """
     torch.manual_seed(seed)
@@ -69,16 +77,17 @@ def train_run(
     peak.start()
     data = copy.copy(data)
     data.edge_index = data.edge_index.clone()  # a prepared graph lives as long as its edges: it ends with the run
-    model = make_model(model_name, data.x.shape[1], num_outputs(data.y), recipe, precision).to(device)
+    model = make_model(model_name, data.x.shape[1], num_outputs(data.y), recipe, precision, compression).to(device)
     optimizer = torch.optim.Adam(parameter_groups(model, recipe.weight_decay), lr=recipe.lr)
     x = model_input(data.x, recipe, precision)
-    timer = StepTimer(device)
+    timer, compressed = StepTimer(device), compression.context()
     best_val_acc, test_acc = -1.0, 0.0
     for epoch in range(1, recipe.epochs + 1):
         model.train()
         with timer.step():
             optimizer.zero_grad()
-            loss(model, dropped(x, recipe, training=True), data, precision).backward()
+            with compressed:
+                loss(model, dropped(x, recipe, training=True), data, precision).backward()
             optimizer.step()
         if epoch % recipe.eval_every == 0 or epoch == recipe.epochs:
             val_acc, test_acc_now = evaluate(model, x, data, precision)
@@ -86,8 +95,8 @@ def train_run(
                 best_val_acc, test_acc = val_acc, test_acc_now
         on_epoch()
     peak_mib = peak.mib
-    saved_mib, ops = inspect_step(model, x, data, recipe, precision)
-    return Run(test_acc, timer.median_ms, saved_mib, peak_mib, ops)
+    saved_mib, original_mib, features_mib, ops = inspect_step(model, x, data, recipe, precision, compression)
+    return Run(test_acc, timer.median_ms, saved_mib, original_mib, features_mib, peak_mib, ops)
 
 
 def model_input(x: Tensor, recipe: Recipe, precision: Precision) -> Tensor | QTensor:
@@ -101,22 +110,30 @@ def model_input(x: Tensor, recipe: Recipe, precision: Precision) -> Tensor | QTe
 
 
 def inspect_step(
-    model: nn.Module, x: Tensor | QTensor, data: Data, recipe: Recipe, precision: Precision
-) -> tuple[float, dict[str, dict[str, Any]]]:
-    """One more training step, without the optimizer: the MiB it keeps for backward and the ops it runs.
+    model: nn.Module, x: Tensor | QTensor, data: Data, recipe: Recipe, precision: Precision, compression: Compression
+) -> tuple[float, float, float, dict[str, dict[str, Any]]]:
+    """More training steps, without the optimizer: the MiB kept for backward, those without compression, those of the
+    features among both, and the ops that run.
 
     The input of the first layer counts, as codes or as it is: its weight gradient needs it. What else exists between
-    steps does not: parameters, labels, the graph and what was prepared from it.
+    steps does not: parameters, labels, the graph and what was prepared from it. The report of a compression counts the
+    same without that input.
     """
     model.train()
-    model.zero_grad()
-    saved = SavedBytes([x.codes, x.scale] if isinstance(x, QTensor) else [x])
-    with trace(error=False) as record:
-        with saved.count():
-            value = loss(model, dropped(x, recipe, training=True), data, precision)
-        value.backward()
+    with trace(error=False) as record, compression.context() as report:
+        model.zero_grad()
+        loss(model, dropped(x, recipe, training=True), data, precision).backward()
     ops = {name: {column: op[column] for column in ("calls", "format", "backend")} for name, op in record.ops.items()}
-    return saved.mib, ops
+    layer: Any
+    for layer in model.modules():  # its last step: codes of int8 again
+        if isinstance(config := getattr(layer, "config", None), QConfig):
+            layer.config = replace(config, save="int8")
+    saved = SavedBytes([x.codes, x.scale] if isinstance(x, QTensor) else [x])
+    with saved.count():
+        loss(model, dropped(x, recipe, training=True), data, precision)
+    original_mib, features_mib = saved.mib, saved.inputs_mib
+    saved_mib = original_mib if report is None else features_mib + report.saved_bytes / MIB
+    return saved_mib, original_mib, features_mib, ops
 
 
 def loss(model: nn.Module, x: Tensor | QTensor, data: Data, precision: Precision) -> Tensor:

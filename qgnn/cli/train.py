@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch_geometric.data import Data
 
 from qgnn.cli import report
+from qgnn.cli.compression import Compression
 from qgnn.cli.errors import UsageError
 from qgnn.cli.model import GAT_HEADS
 from qgnn.cli.plot import check_plot, write_plot
@@ -118,20 +119,25 @@ def train_all(data: Data, options: argparse.Namespace, recipe: Recipe, device: t
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(order) * recipe.epochs)
         for precision, compress, seed in order:
-            progress.update(task, description=f"{precision.name}, seed {seed}")
-            run = run_one(data, recipe, precision, seed, device, options.model, lambda: progress.advance(task))
+            names = {"precision": precision.name, "compress": compress.name}
+            name = report.row_name(names)
+            progress.update(task, description=f"{name}, seed {seed}")
+            run = run_one(
+                data, recipe, precision, compress, seed, device, options.model, lambda: progress.advance(task)
+            )
             if not console.is_terminal:
-                print(report.run_line(precision.name, seed, run), file=sys.stderr, flush=True)
-            runs.append({"precision": precision.name, "compress": compress, "seed": seed, **run._asdict()})
-    # In the order of the command line: precision by precision.
-    names = [precision.name for precision in options.precision]
-    return sorted(runs, key=lambda run: names.index(run["precision"]))
+                print(report.run_line(name, seed, run), file=sys.stderr, flush=True)
+            runs.append({**names, "seed": seed, **run._asdict()})
+    # In the order of the command line: precision by precision, in it compression by compression.
+    rows = list(dict.fromkeys((precision.name, compress.name) for precision, compress, _ in order))
+    return sorted(runs, key=lambda run: rows.index((run["precision"], run["compress"])))
 
 
 def run_one(
     data: Data,
     recipe: Recipe,
     precision: Precision,
+    compress: Compression,
     seed: int,
     device: torch.device,
     model: str,
@@ -139,7 +145,7 @@ def run_one(
 ) -> Run:
     """One run, with a format that a layer refuses turned into a usage error."""
     try:
-        return train_run(data, recipe, precision, seed, device, model, on_epoch)
+        return train_run(data, recipe, precision, seed, device, model, on_epoch, compress)
     except ValueError as error:
         raise UsageError(f"--precision {precision.name} on {device.type}: {error}") from error
 

@@ -23,7 +23,7 @@ class SavedTensor:
         original_bytes: What torch would keep of it: the whole memory that it lies in, or 0 if a tensor listed before
             lies there, too.
         saved_bytes: What is kept.
-        format: How it is kept: ``"int2-rp8/G1024"``, ``"1 bit"``, ``"as it is"``, ``"shared"`` with one before.
+        format: How it is kept: ``"int2-rp8-g1024"``, ``"1 bit"``, ``"as it is"``, ``"shared"`` with one before.
     """
 
     op: str

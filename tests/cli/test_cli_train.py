@@ -27,7 +27,8 @@ from qgnn.nn import QGCNConv
 
 CPU = torch.device("cpu")
 PROVENANCE_KEYS = {"command", "utc", "machine", "commit", "dirty", "versions"}
-RUN_KEYS = {"precision", "compress", "seed", "test_acc", "epoch_ms", "saved_mib", "peak_mib", "ops"}
+MIB_KEYS = {"saved_mib", "original_mib", "features_mib", "peak_mib"}
+RUN_KEYS = {"precision", "compress", "seed", "test_acc", "epoch_ms", "ops"} | MIB_KEYS
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_json_has_the_promised_keys(result: dict[str, Any]) -> None:
         assert run["compress"] == "none"
         assert 0 <= run["test_acc"] <= 1
         assert run["epoch_ms"] > 0
-        assert run["saved_mib"] > 0
+        assert run["saved_mib"] == run["original_mib"] > run["features_mib"] > 0
         assert run["peak_mib"] is None or run["peak_mib"] > 10
 
 

@@ -86,8 +86,8 @@ def test_the_innermost_block_holds(net: Net, x: Tensor) -> None:
     assert ops(outer) == ["linear", "softmax"]
     assert (ops(inner)[0], ops(inner)[-1]) == ("batch_norm", "gelu")
     assert ops(innermost) == ["relu"]
-    assert {t.format for t in outer.by_tensor} == {"int8/G1024", "int8/G1024 twice"}
-    assert {t.format for t in inner.by_tensor} == {"int2/G1024", "as it is"}
+    assert {t.format for t in outer.by_tensor} == {"int8-g1024", "int8-g1024 twice"}
+    assert {t.format for t in inner.by_tensor} == {"int2-g1024", "as it is"}
     assert nothing_is_open()
 
 

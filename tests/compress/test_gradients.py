@@ -354,7 +354,7 @@ def test_a_state_of_another_format_or_model_is_refused() -> None:
     net = Net()
     accumulator = accumulator_of(net)
     other = accumulator_of(net, replace(BLOCKS, bits=4))
-    with pytest.raises(ValueError, match=r"a state of int4/G64 \(got int8/G64\); make it with the same 'blocks'"):
+    with pytest.raises(ValueError, match=r"a state of int4-g64 \(got int8-g64\); make it with the same 'blocks'"):
         other.load_state_dict(accumulator.state_dict())
     net.bias.grad = torch.ones(7)
     accumulator.accumulate()

@@ -1,0 +1,39 @@
+"""The compressions of what is kept for the backward pass, and what they mean for a step."""
+
+import contextlib
+from typing import NamedTuple
+
+from qgnn.compress import Report, compress_activations
+from qgnn.formats import Blocks
+
+
+class Compression(NamedTuple):
+    """One row of the comparison beside its precision: its name, and the format of the codes if there are any."""
+
+    name: str = "none"
+    blocks: Blocks | None = None
+
+    def context(self) -> contextlib.AbstractContextManager[Report | None]:
+        """What a training step runs in, again and again."""
+        if self.blocks is None:
+            return contextlib.nullcontext()
+        blocks = self.blocks
+        return compress_activations(blocks.bits, blocks.block_size, blocks.projection, blocks.bins)
+
+
+NO_COMPRESSION = Compression()
+
+
+def parse_compression(text: str) -> Compression:
+    """``none``, or a name of :meth:`qgnn.formats.Blocks.parse`.
+
+    Raises:
+        ValueError: For anything else.
+    """
+    name = text.strip().lower()
+    if name == "none":
+        return NO_COMPRESSION
+    if not name.startswith("int"):
+        raise ValueError(f"expected none, or a format such as int2, int2-rp8 or int2-rp8-vm (got {text!r})")
+    blocks = Blocks.parse(name)
+    return Compression(str(blocks), blocks)

@@ -1,0 +1,154 @@
+"""``qgnn train --compress``: the runs, the bytes that they keep, and how both are shown."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch_geometric.data import Data
+
+from qgnn.cli import report
+from qgnn.cli.args import MODELS, build_parser
+from qgnn.cli.compression import NO_COMPRESSION, Compression, parse_compression
+from qgnn.cli.measure import MIB
+from qgnn.cli.model import dropped, make_model
+from qgnn.cli.precision import parse_precision
+from qgnn.cli.recipe import Recipe
+from qgnn.cli.run import inspect_step, loss, model_input, num_outputs, train_run
+from qgnn.formats import Blocks
+
+CPU = torch.device("cpu")
+NAMES = ("none", "int8", "int2-rp8-vm-g64")
+
+
+def test_names_are_those_of_the_formats() -> None:
+    assert parse_compression(" NONE") == NO_COMPRESSION == Compression("none", None)
+    assert parse_compression("INT2-rp08-VM") == Compression("int2-rp8-vm", Blocks(2, None, 8, "optimal"))
+    options = build_parser().parse_args(["train", "--compress", "int2,none,int02-rp8-g16,int2"])
+    assert [compress.name for compress in options.compress] == ["int2", "none", "int2-rp8-g16"]
+    assert build_parser().parse_args(["train"]).compress == [NO_COMPRESSION]
+
+
+@pytest.fixture
+def shown(
+    qgnn_train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> tuple[list[dict[str, Any]], str, str]:
+    """The runs, output and log of two precisions with three compressions each."""
+    arguments = (
+        "--epochs",
+        "2",
+        "--layers",
+        "3",
+        "--seeds",
+        "2",
+        "--precision",
+        "fp32,int8",
+        "--compress",
+        ",".join(NAMES),
+    )
+    assert qgnn_train(*arguments, "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.svg")) == 0
+    out, err = capsys.readouterr()
+    assert "int2-rp8-vm-g64" in (tmp_path / "out.svg").read_text()
+    return json.loads((tmp_path / "out.json").read_text())["runs"], out, err
+
+
+def test_each_precision_is_trained_with_each_compression(shown: tuple[list[dict[str, Any]], str, str]) -> None:
+    runs, out, err = shown
+    rows = [(run["precision"], run["compress"], run["seed"]) for run in runs]
+    assert rows == [(precision, name, seed) for precision in ("fp32", "int8") for name in NAMES for seed in (0, 1)]
+    assert list(report.by_precision(runs))[:3] == ["fp32", "fp32 + int8", "fp32 + int2-rp8-vm-g64"]
+    for name in report.by_precision(runs):
+        assert f"\n{name}, seed 1: test accuracy " in f"\n{err}"
+    assert all(heading in out for heading in ("without", "features"))
+    pairs = [(run, plain[run["seed"]]) for plain in (runs[:2], runs[6:8]) for run in runs if run["compress"] != "none"]
+    pairs = [(run, plain) for run, plain in pairs if run["precision"] == plain["precision"]]
+    assert len(pairs) == 8
+    for compressed, plain in pairs:
+        assert compressed["original_mib"] == plain["original_mib"] == plain["saved_mib"]
+        assert compressed["features_mib"] == plain["features_mib"] > 0
+        assert compressed["saved_mib"] < plain["saved_mib"]
+        assert compressed["ops"]["blocks.pack"]["backend"] == "c"
+        assert "blocks.pack" not in plain["ops"]
+    kept = [runs[n]["saved_mib"] - runs[n]["features_mib"] for n in (0, 2, 4)]
+    assert [cells[4] for cells in report.cells(runs)][:3] == [f"{mib:.2f}" for mib in kept]
+    assert kept[0] > kept[1] > kept[2]
+
+
+CASES = [("gcn", "fp32", False), ("gcn", "fp32", True), ("gcn", "int8", False), ("sage", "fp32", False)]
+CASES += [("gat", "fp32", False), ("gcn2", "fp32", False)]
+
+
+@pytest.mark.parametrize(("model_name", "name", "input_dropout"), CASES)
+def test_both_counts_are_of_the_same_tensors(tiny: Data, model_name: str, name: str, input_dropout: bool) -> None:
+    """The meter's bytes without compression, less the features, are those that a compression's report finds."""
+    precision, compression = parse_precision(name), parse_compression("int2")
+    recipe = Recipe(hidden=16, layers=3, input_dropout=input_dropout)
+    model = make_model(model_name, tiny.num_features, num_outputs(tiny.y), recipe, precision, compression)
+    x = model_input(tiny.x, recipe, precision)
+    loss(model, x, tiny, precision)  # prepares the graph
+    with compression.context() as counted:
+        loss(model, dropped(x, recipe, training=True), tiny, precision)
+    saved_mib, original_mib, features_mib, _ = inspect_step(model, x, tiny, recipe, precision, compression)
+    assert counted is not None
+    if precision.bits is None:  # layers in int8 pack what they keep themselves, which the report cannot see
+        assert counted.original_bytes == round((original_mib - features_mib) * MIB)
+    assert counted.saved_bytes == round((saved_mib - features_mib) * MIB) < counted.original_bytes / 2
+    features = {"fp32": tiny.x.nbytes, "int8": tiny.x.numel() + 4 * tiny.num_nodes}[name]
+    assert features_mib * MIB == (0 if input_dropout else features)
+
+
+def test_training_steps_are_compressed(tiny: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without dropout nothing but the codes' rounding tells one training from another; equal seeds round equally."""
+    models: list[torch.nn.Module] = []
+
+    def spy(*arguments: Any) -> torch.nn.Module:
+        models.append(make_model(*arguments))
+        return models[-1]
+
+    monkeypatch.setattr("qgnn.cli.run.make_model", spy)
+    recipe, fp32 = Recipe(hidden=16, dropout=0.0, epochs=3), parse_precision("fp32")
+    for name in ("none", "int2-rp8", "int2-rp8"):
+        train_run(tiny, recipe, fp32, 1, CPU, compression=parse_compression(name))
+    plain, compressed, again = (torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models)
+    assert torch.equal(compressed, again)
+    assert not torch.equal(compressed, plain)
+
+
+def test_layers_in_int8_pack_their_rows(tiny: Data) -> None:
+    """Beside what the hooks alone do: rows of the middle layer in 2 bits and half a bit of metadata in place of 8 bits
+    and 4 bytes of scale a row. What the first layer reads are constants."""
+    recipe, int8 = Recipe(hidden=64, layers=3, dropout=0.0), parse_precision("int8")
+    compression = parse_compression("int2-g64")
+    x = model_input(tiny.x, recipe, int8)
+    saved_mib, original_mib = [], []
+    for packing in (NO_COMPRESSION, compression):
+        model = make_model("gcn", tiny.num_features, num_outputs(tiny.y), recipe, int8, packing)
+        assert [layer.config and layer.config.save for layer in model.convs] == [packing.blocks or "int8"] * 2 + [None]
+        loss(model, x, tiny, int8)  # prepares the graph
+        saved, original, _, _ = inspect_step(model, x, tiny, recipe, int8, compression)
+        saved_mib.append(saved)
+        original_mib.append(original)
+    assert original_mib[0] == original_mib[1]
+    fewer = (saved_mib[0] - saved_mib[1]) * MIB
+    assert fewer == pytest.approx(tiny.num_nodes * (64 * (8 - 2.5) / 8 + 4), abs=64)  # a seed, a block in part
+
+
+@pytest.mark.parametrize(
+    ("model_name", "name"), [*((model, "fp32") for model in MODELS), ("gcn", "bf16"), ("sage", "int8")]
+)
+def test_every_model_trains_compressed(tiny: Data, model_name: str, name: str) -> None:
+    recipe, compression = Recipe(hidden=16, layers=3, epochs=2), parse_compression("int2-rp8-vm")
+    run = train_run(tiny, recipe, parse_precision(name), 0, CPU, model_name, compression=compression)
+    assert 0 < run.saved_mib < run.original_mib
+    assert 0 <= run.test_acc <= 1
+
+
+def test_compressed_training_learns(tiny: Data) -> None:
+    """Seven unequal classes, the largest a quarter of the nodes."""
+    data = tiny.clone()
+    data.train_mask, data.val_mask = ~data.test_mask, data.test_mask
+    largest = float(torch.bincount(data.y[data.test_mask]).max() / data.test_mask.sum())
+    recipe, compression = Recipe(hidden=32, epochs=30), parse_compression("int2")
+    assert train_run(data, recipe, parse_precision("fp32"), 0, CPU, compression=compression).test_acc > largest + 0.1
