@@ -91,8 +91,8 @@ def no_second_derivative(op: str) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"'compress_activations' has coded what '{op}' saved, once; a gradient of a gradient (create_graph=True) "
-            f"would multiply roundings with themselves, and be biased. Keep it as it is with exclude='{op}', or call it "
-            f"outside of the block"
+            f"would multiply roundings with themselves, and be biased. Keep it as it is with exclude='{op}', or call "
+            f"it outside of the block"
         )
 
 
