@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ContextDecorator, ExitStack
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from types import MethodWrapperType
 from typing import Any
 
 import torch
@@ -54,6 +55,10 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():  # traced: what a compiled function saves is its own
             return func(*args, **kwargs)
+        if type(func) is MethodWrapperType:  # an attribute, of which layers read many
+            value = func(*args, **kwargs)
+            if not isinstance(value, torch.Tensor):
+                return value
         # Under torch.func, arguments stand for others, which are what is saved.
         if not self._session.is_in_charge() or torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)

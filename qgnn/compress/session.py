@@ -189,7 +189,8 @@ class Session:
             result = function(*args, **kwargs)
         finally:
             self._op = outer
-        self._remember_made(result, op)
+        if isinstance(result, (Tensor, tuple, list)):
+            self._remember_made(result, op)
         return result
 
     @contextmanager
@@ -205,7 +206,7 @@ class Session:
     def _remember_made(self, result: Any, op: Op) -> None:
         """Tell constants that the block makes from those that were there before, and from views of them."""
         for t in tensors_in((result,)):
-            if t.requires_grad or not has_storage(t):
+            if t.requires_grad or not has_storage(t) or t in self._made:
                 continue
             if all(not _base(x).is_leaf for x in op.operands() if same_storage(t, x)):
                 self._made.add(t)
@@ -287,14 +288,14 @@ class Session:
         if recipe is None:
             return None
         kind, make = recipe
-        storage = StorageWeakRef(t.untyped_storage())
         is_exact = rule.indices or rule.two_valued is not None
         shares = rule.indices or (rule.multiplies and op.leads_to_leaves(t))
-        place = (storage.cdata, t.storage_offset(), layout.extent(t), t.dtype, t._version)
+        # No other memory takes this identity: the account refers to it weakly.
+        place = (t.untyped_storage()._cdata, t.storage_offset(), layout.extent(t), t.dtype, t._version)
         key = (*place, kind, 0 if shares else op.number)
         codes = self._codes.get(key)
         if codes is None:
-            codes = self._codes[key] = Codes(*make(), storage)
+            codes = self._codes[key] = Codes(*make())
         else:
             entry.format = "shared"
         return Coded(t, codes, layout, dense.shape, op.name, is_exact)
