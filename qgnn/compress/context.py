@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ContextDecorator, ExitStack
+from types import MethodWrapperType
 from typing import Any
 
 import torch
@@ -52,6 +53,10 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():  # traced: what a compiled function saves is its own
             return func(*args, **kwargs)
+        if type(func) is MethodWrapperType:  # an attribute, of which layers read many
+            value = func(*args, **kwargs)
+            if not isinstance(value, torch.Tensor):
+                return value
         # Under torch.func, arguments stand for others, which are what is saved.
         if not self._session.is_in_charge() or torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)

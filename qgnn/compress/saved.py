@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class Layout(NamedTuple):
@@ -114,11 +113,10 @@ class Kept:
 class Codes:
     """What is kept in place of dense memory, which several saved tensors may share; ``kept`` may be replaced."""
 
-    __slots__ = ("__weakref__", "_read", "_storage", "kept")
+    __slots__ = ("__weakref__", "_read", "kept")
 
-    def __init__(self, kept: Any, read: Callable[[Any], Tensor], storage: StorageWeakRef | None = None) -> None:
+    def __init__(self, kept: Any, read: Callable[[Any], Tensor]) -> None:
         self.kept, self._read = kept, read
-        self._storage = storage  # while it is referred to, no other memory takes its identity
 
     def values(self) -> Tensor:
         """The values of that memory."""

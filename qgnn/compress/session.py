@@ -179,7 +179,8 @@ class Session:
             result = function(*args, **kwargs)
         finally:
             self._op = outer
-        self._remember_made(result, op)
+        if isinstance(result, (Tensor, tuple, list)):
+            self._remember_made(result, op)
         return result
 
     @contextmanager
@@ -195,7 +196,7 @@ class Session:
     def _remember_made(self, result: Any, op: Op) -> None:
         """Tell constants that the block makes from those that were there before, and from views of them."""
         for t in tensors_in((result,)):
-            if t.requires_grad or not has_storage(t):
+            if t.requires_grad or not has_storage(t) or t in self._made:
                 continue
             if all(not _base(x).is_leaf for x in op.operands() if same_storage(t, x)):
                 self._made.add(t)
@@ -278,28 +279,28 @@ class Session:
         if recipe is None:
             return None
         kind, make = recipe
-        storage = StorageWeakRef(t.untyped_storage())
         is_exact = rule.indices or rule.two_valued is not None
         shares = rule.indices or (rule.multiplies and op.leads_to_leaves(t))
-        place = (storage.cdata, t.storage_offset(), layout.extent(t), t.dtype, t._version)
+        # No other memory takes this identity: the account refers to it weakly.
+        place = (t.untyped_storage()._cdata, t.storage_offset(), layout.extent(t), t.dtype, t._version)
         key = (*place, kind, 0 if shares else op.number)
         codes = self._codes.get(key)
         if codes is None:
-            codes = self._codes[key] = make(storage)
+            codes = self._codes[key] = make()
         else:
             entry.format = "shared"
         return Coded(t, codes, layout, dense.shape, op.name, is_exact)
 
     def _recipe(
         self, dense: Tensor, rule: Rule, op: Op, entry: SavedTensor
-    ) -> tuple[Hashable, Callable[[StorageWeakRef], Codes]] | None:
+    ) -> tuple[Hashable, Callable[[], Codes]] | None:
         """What tells this way to keep values from others, and what makes codes; ``None`` for no way."""
         if rule.indices:
             dtype = index_dtype(dense, op)
             return None if dtype is None else (dtype, partial(self._narrow, dense, dtype, entry))
         if rule.two_valued is not None:
             two_valued = rule.two_valued
-            return two_valued, lambda storage: self._one_bit(two_valued(dense, op.args, op.kwargs), entry, storage)
+            return two_valued, lambda: self._one_bit(two_valued(dense, op.args, op.kwargs), entry)
         blocks = self.format(dense, rule, entry)
         return None if blocks is None else (blocks.projection, partial(self.code, dense, blocks, entry))
 
@@ -308,23 +309,23 @@ class Session:
         return self._formats.choose(entry, dense, rule) if has_columns(dense) and dense.is_floating_point() else None
 
     @staticmethod
-    def _narrow(dense: Tensor, dtype: torch.dtype, entry: SavedTensor, storage: StorageWeakRef) -> Codes:
+    def _narrow(dense: Tensor, dtype: torch.dtype, entry: SavedTensor) -> Codes:
         narrow = dense.to(dtype)
         entry.saved_bytes, entry.format = narrow.nbytes, str(dtype).removeprefix("torch.")
-        return Codes(narrow, lambda kept: kept, storage)
+        return Codes(narrow, lambda kept: kept)
 
     @staticmethod
-    def _one_bit(values: Tensor, entry: SavedTensor, storage: StorageWeakRef) -> Codes:
+    def _one_bit(values: Tensor, entry: SavedTensor) -> Codes:
         block_size = min(_MAX_BITS, -(-values.numel() // 8) * 8 or 8)
         compressed = pack(values, Blocks(bits=1, block_size=block_size, metadata_dtype=torch.float32), None)
         entry.saved_bytes, entry.format = compressed.nbytes, "1 bit"
-        return Codes(compressed, decompress, storage)
+        return Codes(compressed, decompress)
 
-    def code(self, values: Tensor, blocks: Blocks, entry: SavedTensor, storage: StorageWeakRef | None = None) -> Codes:
+    def code(self, values: Tensor, blocks: Blocks, entry: SavedTensor) -> Codes:
         """Codes of values, entered in the report."""
         compressed = pack(values, blocks, self.seed(values.device))
         entry.saved_bytes += compressed.nbytes
         entry.format = str(compressed.blocks)
-        codes = Codes(compressed, decompress, storage)
+        codes = Codes(compressed, decompress)
         self._formats.made(codes)
         return codes

@@ -92,11 +92,13 @@ def test_a_later_version_is_no_hit() -> None:
     with block() as report, torch.no_grad():
         h = x * 1
         with torch.enable_grad():
-            h @ a  # this graph is never run
+            first = h @ a  # its codes live on
         h.mul_(-3)
         with torch.enable_grad():
             (h @ a).sum().backward()
     assert (a.grad + 3 * x.sum(0)[:, None]).abs().max() <= 3 * N * step(x) + 1e-3
+    with pytest.raises(RuntimeError, match="is at version 1"):
+        first.sum().backward()
     assert [f for op, f in formats(report) if op == "matmul"] == ["int8-g1024", "int8-g1024"]
 
 
