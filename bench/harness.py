@@ -9,7 +9,7 @@ import gc
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -51,6 +51,7 @@ class Measured:
     peak_mib: float | None
     saved_mib: float | None
     test_acc: float | None = None
+    metrics: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,11 @@ class Entry:
     peak_mib: float | None = None
     saved_mib: float | None = None
     test_acc: float | None = None
+    metrics: Mapping[str, float] | None = None
 
     def fail(self) -> None:
         self.work, self.ok, self.times_ms = None, False, []
-        self.peak_mib = self.saved_mib = self.test_acc = None
+        self.peak_mib = self.saved_mib = self.test_acc = self.metrics = None
 
 
 def relative_error(results: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
@@ -210,7 +212,7 @@ def _prepare(entry: Entry, reference: Sequence[Tensor], device: torch.device) ->
     if isinstance(made, Measured):
         entry.error = relative_error(made.results, reference)
         entry.times_ms, entry.peak_mib, entry.saved_mib = list(made.times_ms), made.peak_mib, made.saved_mib
-        entry.test_acc = made.test_acc
+        entry.test_acc, entry.metrics = made.test_acc, made.metrics
     else:
         entry.work = made
         entry.error, entry.seconds = gate(made, reference, device)
@@ -305,6 +307,7 @@ def _record(suite: str, case: Case, entry: Entry, stamp: Stamp, utc: str) -> Rec
         error=entry.error,
         ok=entry.ok,
         test_acc=entry.test_acc,
+        metrics=entry.metrics,
         **{"pass": case.pass_},
     )
 

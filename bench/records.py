@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +39,16 @@ def finished(results: Path, suite: str, stamp: "Stamp") -> set[tuple[str, str]]:
     return {key[:2] for key in ok} - {key[:2] for key, is_ok in ok.items() if not is_ok}
 
 
-def make_record(stamp: "Stamp", utc: str, test_acc: float | None = None, **values: Any) -> Record:
+def make_record(
+    stamp: "Stamp",
+    utc: str,
+    test_acc: float | None = None,
+    metrics: Mapping[str, float] | None = None,
+    **values: Any,
+) -> Record:
     """A record with every field, in order; a number that is not finite becomes null.
 
-    Whatever trained a model has its test accuracy, 0 to 1, behind them.
+    Whatever trained a model has its test accuracy, 0 to 1, behind them; what was measured besides, ``metrics``.
     """
     values |= {"device": stamp.device, "commit": stamp.commit, "dirty": stamp.dirty}
     values |= {"versions": stamp.versions, "utc": utc}
@@ -55,7 +61,11 @@ def make_record(stamp: "Stamp", utc: str, test_acc: float | None = None, **value
         return value
 
     record = {field: clean(values[field]) for field in FIELDS}
-    return record if test_acc is None else {**record, "test_acc": clean(test_acc)}
+    if test_acc is not None:
+        record["test_acc"] = clean(test_acc)
+    if metrics is not None:
+        record["metrics"] = {name: clean(value) for name, value in metrics.items()}
+    return record
 
 
 def append(path: Path, records: Iterable[Record]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .records import Record, read
 from .summary import APART, FP32, WARM, copy_bandwidth, latest, machines, provenance, rival, table
-from .tables import ACCURACY, accuracy_rows
+from .tables import ACCURACY, DISTRIBUTION, DISTRIBUTION_NOTE, accuracy_rows, distribution_rows
 
 COLUMNS = (
     *("case", "pass", "provider", "ms", "p20-p80", "GB/s", "peak MiB", "saved MiB", "error", "accuracy"),
@@ -102,6 +102,8 @@ def show(records: Sequence[Record]) -> None:
         Console().print(rich_table([row for group in groups for row in rows(group)]))
     else:
         print(text_table(groups))
+    if found := list(distribution_rows(groups)):
+        print(aligned([DISTRIBUTION, *found]))
 
 
 def markdown(results: Path) -> str:
@@ -114,6 +116,8 @@ def markdown(results: Path) -> str:
             parts.append(f"### {suite}\n\n{table(COLUMNS, [row for group in chosen for row in rows(group)])}")
             if suite == "accuracy":
                 parts.append(table(ACCURACY, list(accuracy_rows(chosen))))
+            if suite == "distribution":
+                parts += [table(DISTRIBUTION, list(distribution_rows(chosen))), DISTRIBUTION_NOTE]
     return "\n\n".join(parts) if parts else "no records"
 
 

@@ -38,7 +38,8 @@ PAIRS = {
     ),
     "codes-in": (("onednn.qlinear int8", "torch fp32"), ("torch._int_mm int8", "torch fp32")),
 }
-APART = ("memory", "accuracy", "device")  # without a speed-up: one a process, training, what the machine allows
+# Without a speed-up: one a process, training, statistics, what the machine allows.
+APART = ("memory", "accuracy", "distribution", "device")
 WHOLE = ("train", "layer", "attention")  # suites that README shows at once; the primitives fold
 OWN = ("layer",)  # suites with a region of their own
 

@@ -20,6 +20,15 @@ ACCURACY_NOTE = (
     "same first weights: the difference in points is the mean of those of the seeds, with its standard error. "
     "A seed counts where both were measured at one commit."
 )
+DISTRIBUTION = (
+    *("tensor", "block", "KS", "KS uniform", "JS bits", "JS uniform", "variance, uniform bins", "optimal bins"),
+    *("optimal lower by", "predicted"),
+)
+DISTRIBUTION_NOTE = (
+    "Distance of the values of blocks from the clipped normal and from a uniform distribution between the same ends: "
+    "Kolmogorov-Smirnov, and Jensen-Shannon in bits. Variance of stochastic rounding in squared steps, as a multiple "
+    "of what the clipped normal predicts; and how much lower that of the values is in optimal bins."
+)
 
 
 def layer_rows(groups: Groups) -> Rows:
@@ -60,6 +69,19 @@ def accuracy_rows(groups: Groups) -> Rows:
                 f"{mean(differences):+.2f}{error}",
                 str(len(pairs)),
             )
+
+
+def distribution_rows(groups: Groups) -> Rows:
+    """A line a tensor and block size, of the newest measurement."""
+    for (record,) in (group for group in groups if group[0]["suite"] == "distribution" and group[0]["ok"]):
+        tensor, _, block = record["case"].rpartition("/G")
+        found = record["metrics"]
+        yield (
+            *(tensor, block),
+            *(f"{found[name]:.3f}" for name in ("ks", "ks_uniform", "js_bits", "js_uniform_bits")),
+            *(f"{found[name]:.2f}x" for name in ("uniform_ratio", "optimal_ratio")),
+            *(f"{100 * found[name]:.1f} %" for name in ("gain", "predicted_gain")),
+        )
 
 
 def _region(results: Path, suite: str, header: Sequence[str], rows: Callable[[Groups], Rows]) -> str:

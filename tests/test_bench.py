@@ -68,7 +68,8 @@ def suite_records(rehearsal: tuple[subprocess.CompletedProcess, Path], suite: st
 def test_rehearsal_writes_whole_records(rehearsal: tuple[subprocess.CompletedProcess, Path], suite: str) -> None:
     (path,) = rehearsal[1].glob(f"*/{suite}.jsonl")
     for record in suite_records(rehearsal, suite):
-        assert tuple(record) == (*records.FIELDS, *(["test_acc"] if suite == "accuracy" else []))
+        more = {"accuracy": ["test_acc"], "distribution": ["metrics"]}.get(suite, [])
+        assert tuple(record) == (*records.FIELDS, *more)
         assert 0 <= record.get("test_acc", 0) <= 1
         assert record["ok"] is True
         assert record["suite"] == suite
@@ -82,7 +83,7 @@ def test_rehearsal_writes_whole_records(rehearsal: tuple[subprocess.CompletedPro
         assert (record["peak_mib"] is not None) == (suite == "memory")  # a CPU counts it for a whole process only
 
 
-@pytest.mark.parametrize("suite", [suite for suite in suites.SUITES if suite != "device"])
+@pytest.mark.parametrize("suite", [suite for suite in suites.SUITES if suite not in ("device", "distribution")])
 def test_every_case_has_ours_and_a_rival(rehearsal: tuple[subprocess.CompletedProcess, Path], suite: str) -> None:
     providers: dict[tuple[str, str], set[str]] = {}
     for record in suite_records(rehearsal, suite):

@@ -123,6 +123,23 @@ def test_layers_have_a_table_of_their_own(results: Path) -> None:
     assert "gat-layer" not in found["bench"]
 
 
+def test_the_distribution_has_a_table_without_times(results: Path, capsys: pytest.CaptureFixture) -> None:
+    metrics = {"ks": 0.0123, "ks_uniform": 0.25, "js_bits": 0.001, "js_uniform_bits": 0.125, "uniform_ratio": 1.0}
+    metrics |= {"optimal_ratio": 0.9, "gain": 0.25, "predicted_gain": 0.1616, "q05_off": 0.01}
+    values = {"suite": "distribution", "case": "wordnet/sage/norms.0/plain/G512", "metrics": metrics}
+    path = results / STAMP.machine / "distribution.jsonl"
+    failed = make_record(
+        "qgnn int2", 1.0, **values | {"case": "wordnet/gat/norms.0/plain/G16", "metrics": None}, ok=False
+    )
+    records.append(path, [make_record("qgnn int2", 1.0, **values), failed | {"median_ms": None}])
+    expected = ["0.012", "0.250", "0.001", "0.125", "1.00x", "0.90x", "25.0 %", "16.2 %"]
+    (line,) = [line for line in cells(report.markdown(results), "wordnet/sage/norms.0/plain") if line[1] == "512"]
+    assert line == ["wordnet/sage/norms.0/plain", "512", *expected]
+    assert "norms.0" not in summary.region(results)
+    report.show([record for _, record in records.read(results)])
+    assert re.search(rf"norms.0/plain +512 +{' +'.join(expected)}".replace(".", r"\."), capsys.readouterr().out)
+
+
 def write_accuracy(results: Path, case: str, test_acc: float | None, **changes: object) -> None:
     provider = "qgnn int8" if "int8" in case else "pyg coo fp32"
     values = {"suite": "accuracy", "case": case, "pass": "step", "test_acc": test_acc, **changes}

@@ -16,6 +16,7 @@ from house import ROOT
 sys.path.append(str(ROOT))  # bench is not installed; last, so that an installed qgnn is found first
 activation = importlib.import_module("bench.suites.activation")
 accuracy = importlib.import_module("bench.suites.accuracy")
+distribution = importlib.import_module("bench.suites.distribution")
 harness = importlib.import_module("bench.harness")
 inputs = importlib.import_module("bench.suites.inputs")
 layer = importlib.import_module("bench.suites.layer")
@@ -98,6 +99,46 @@ def test_the_accuracy_is_that_of_the_best_validation_epoch(monkeypatch: pytest.M
     test_acc, times_ms = problem.train(problem.model(), problem.edges("fp32"))
     assert test_acc == 0.3
     assert len(times_ms) == accuracy.QUICK_EPOCHS
+
+
+@pytest.mark.parametrize("kind", distribution.LINEAR)
+def test_activations_are_what_layers_keep_in_training(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind ReLU and dropout most are zero; batch norm sees them centered; pieces are whole rows, evenly apart."""
+    monkeypatch.setattr(distribution, "NUM_STEPS", 2)
+    problem = distribution.Problem("wordnet", kind, QUICK)
+    found = problem.activations()
+    assert set(found) == {*distribution.LINEAR[kind], *distribution.NORMS}
+    for name, x in found.items():
+        assert x.shape == (problem.data.num_nodes, 128)
+        assert not x.requires_grad
+        behind_dropout = name in ("convs.1.lin", "convs.1.lin_r")
+        assert (float((x == 0).float().mean()) > 0.6) == behind_dropout
+    monkeypatch.setattr(distribution, "PIECE_ROWS", 50)
+    for name, x in problem.activations().items():
+        apart = (problem.data.num_nodes - 50) // 3
+        assert torch.equal(x, torch.cat([found[name][start : start + 50] for start in range(0, 4 * apart, apart)]))
+
+
+def test_metrics_tell_normal_values_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimal bins gain on normal values what is predicted, and lose on those of a ReLU, which are no such values; a
+    projection makes normal ones of them."""
+    x = torch.randn(2048, 128, generator=torch.Generator().manual_seed(0))
+    problem = distribution.Problem("wordnet", "sage", QUICK)
+    found = {}
+    for name, ratio, values in (("normal", 1, x), ("relu", 1, x.relu()), ("projected", 8, x.relu())):
+        monkeypatch.setattr(distribution, "activations", lambda *_, values=values: {"x.module": values})
+        blocks = distribution.Blocks(problem, "x.module", ratio, 1024)
+        assert blocks.name.endswith(f"/sage/x/{'projected8' if ratio > 1 else 'plain'}/G1024")
+        measured = blocks.measure()
+        assert harness.relative_error([torch.stack(list(measured.results))], [torch.stack(blocks.exact())]) < 0.02
+        found[name] = measured.metrics
+    assert found["normal"]["ks"] < 0.02 < 0.3 < found["relu"]["ks"]
+    assert found["projected"]["ks"] < 0.05
+    for name in ("normal", "projected"):
+        assert found[name]["gain"] == pytest.approx(found[name]["predicted_gain"], abs=0.05)
+        assert found[name]["optimal_ratio"] == pytest.approx(1, abs=0.05)
+    assert found["relu"]["gain"] < 0
+    assert found["relu"]["q50_off"] < -0.4
 
 
 def test_data_that_is_not_there_leaves_no_record(

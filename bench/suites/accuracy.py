@@ -85,6 +85,8 @@ def load(name: str, with_normal_rows: bool, setting: Setting) -> Data:
 class Problem:
     """One model on one data set, from one seed."""
 
+    num_layers = 2
+
     def __init__(self, dataset: str, kind: str, seed: int, setting: Setting) -> None:
         self.dataset, self.kind, self.seed, self.setting = dataset, kind, seed, setting
         name = graph_name("arxiv", setting) if setting.quick else dataset
@@ -98,7 +100,11 @@ class Problem:
     def model(self) -> torch.nn.Module:
         """PyG's, with the weights that follow from the seed."""
         torch.manual_seed(self.seed)
-        sizes = {"in_channels": self.data.num_features, "hidden_channels": self.recipe.hidden, "num_layers": 2}
+        sizes = {
+            "in_channels": self.data.num_features,
+            "hidden_channels": self.recipe.hidden,
+            "num_layers": self.num_layers,
+        }
         how = {"out_channels": int(self.data.y.max()) + 1, "dropout": DROPOUT, "norm": self.recipe.norm}
         return MODELS[self.kind](**sizes, **how).to(self.setting.device)
 
@@ -131,11 +137,22 @@ class Problem:
 
     def train(self, model: torch.nn.Module, edges: Tensor) -> tuple[float, list[float]]:
         """Test accuracy at the best validation epoch, and the times of the steps."""
-        data = self.data
-        optimizer = torch.optim.Adam(model.parameters(), lr=self.recipe.lr, weight_decay=WEIGHT_DECAY)
-        clock = make_clock(self.setting.device)
+        clock, step = make_clock(self.setting.device), self.step(model, edges)
         times_ms = []
         best_val_acc, test_acc = -1.0, 0.0
+        for epoch in range(1, 1 + (QUICK_EPOCHS if self.setting.quick else NUM_EPOCHS)):
+            model.train()
+            times_ms.append(clock.time(step))
+            if epoch % EVAL_EVERY == 0:
+                val_acc, test_acc_now = evaluate(model.eval(), self.data, edges)
+                if val_acc > best_val_acc:
+                    best_val_acc, test_acc = val_acc, test_acc_now
+        return test_acc, times_ms
+
+    def step(self, model: torch.nn.Module, edges: Tensor) -> Callable[[], None]:
+        """A training step."""
+        data = self.data
+        optimizer = torch.optim.Adam(model.parameters(), lr=self.recipe.lr, weight_decay=WEIGHT_DECAY)
 
         def step() -> None:
             optimizer.zero_grad()
@@ -143,14 +160,7 @@ class Problem:
             F.cross_entropy(out[data.train_mask], data.y[data.train_mask]).backward()
             optimizer.step()
 
-        for epoch in range(1, 1 + (QUICK_EPOCHS if self.setting.quick else NUM_EPOCHS)):
-            model.train()
-            times_ms.append(clock.time(step))
-            if epoch % EVAL_EVERY == 0:
-                val_acc, test_acc_now = evaluate(model.eval(), data, edges)
-                if val_acc > best_val_acc:
-                    best_val_acc, test_acc = val_acc, test_acc_now
-        return test_acc, times_ms
+        return step
 
     def case(self, precision: str) -> Case:
         form = "csr" if self.kind in SUMS_FEATURES else "coo"
