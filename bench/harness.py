@@ -35,11 +35,21 @@ class Work:
         run: The timed call.
         check: The same work from the same state, returning what the gate compares; ``None``: the result of ``run``.
         forward: One forward pass, to count what it keeps for the backward pass, or ``None``.
+        kept: Counts these bytes in place of :func:`saved_bytes`, where hooks stand between it and what is kept.
+        metrics: What else is measured, by name.
     """
 
     run: Callable[[], object]
     check: Callable[[], Sequence[Tensor]] | None = None
     forward: Callable[[], object] | None = None
+    kept: Callable[[], int] | None = None
+    metrics: Callable[[], Mapping[str, float]] | None = None
+
+    def kept_mib(self) -> float | None:
+        """MiB kept for the backward pass, or ``None`` if they are not counted."""
+        if self.kept is not None:
+            return self.kept() / MIB
+        return None if self.forward is None else saved_bytes(self.forward) / MIB
 
 
 @dataclass(frozen=True)
@@ -253,8 +263,8 @@ def _count(entry: Entry, device: torch.device) -> None:
     """What a call keeps, and the memory that it takes."""
     if entry.work is not None:
         entry.peak_mib = peak_mib(entry.work, device)
-        if entry.work.forward is not None:
-            entry.saved_mib = saved_bytes(entry.work.forward) / MIB
+        entry.saved_mib = entry.work.kept_mib()
+        entry.metrics = entry.work.metrics and entry.work.metrics()
 
 
 def measure(

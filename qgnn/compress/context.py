@@ -18,7 +18,7 @@ from qgnn.compress.modules import RunningModules
 from qgnn.compress.policy import Rule
 from qgnn.compress.report import Report, SavedTensor
 from qgnn.compress.session import Session
-from qgnn.formats import Blocks
+from qgnn.formats import MAX_BLOCK_SIZE, Blocks
 
 Excluded = str | nn.Module | Callable[[SavedTensor], bool]
 
@@ -73,7 +73,7 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
     number of values that a mean is of. Whatever else is saved (by extrema, or functions of other packages) is kept as
     it is, and so are parameters, constants from outside of the block, sparse tensors and vectors. The report lists it.
 
-    After EXACT (Liu et al., ICLR 2022, ``block_size`` = F / ``projection``), its `block-wise successor
+    After EXACT (Liu et al., ICLR 2022, ``block_rows`` = 1), its `block-wise successor
     <https://arxiv.org/abs/2309.11856>`_ (longer blocks, ``bins="optimal"``) and `GACT <https://arxiv.org/abs/2206.11357>`_.
 
     Blocks may be nested, in which case the innermost one holds, entered again and again, and used in several threads,
@@ -86,6 +86,8 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         block_size: Values that share an offset and a step; ``None`` chooses a length for the width.
         projection: Ratio of a random projection of the columns of operands of dense products, or ``None``.
         bins: ``"uniform"``, or ``"optimal"``: bins that minimize the variance.
+        block_rows: In place of ``block_size``: blocks as long as so many rows of what is coded, projected (the papers' G/R')
+            or not. EXACT has one.
         seed: Seed of all rounding; the same one gives the same codes in the same order of functions. ``None`` takes one
             from torch's generator, whose masks of the block's dropout stay what they would be without the block.
         metadata_dtype: Type of offsets and steps.
@@ -114,12 +116,19 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         bins: str = "uniform",
         seed: int | None = None,
         *,
+        block_rows: int | None = None,
         metadata_dtype: torch.dtype = torch.bfloat16,
         min_size: int = 1024,
         exclude: Excluded | Iterable[Excluded] = (),
         redraw_dropout: bool = False,
     ) -> None:
         self._blocks = Blocks(bits, block_size, projection, bins, metadata_dtype)
+        if block_rows is not None and (block_size is not None or block_rows < 1):
+            raise ValueError(
+                f"'compress_activations' expects 'block_rows' of at least 1, or a 'block_size' (got {block_rows} and "
+                f"{block_size})"
+            )
+        self._block_rows = block_rows
         self._seed, self._min_size, self._redraw_dropout = seed, min_size, redraw_dropout
         if isinstance(exclude, (str, nn.Module)) or callable(exclude):
             exclude = (exclude,)
@@ -165,7 +174,12 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
             return None
         if rule.bits is not None:
             return Blocks(rule.bits, metadata_dtype=self._blocks.metadata_dtype)
-        return self._blocks if rule.projected else replace(self._blocks, projection=None)
+        blocks = self._blocks if rule.projected else replace(self._blocks, projection=None)
+        if self._block_rows is None:
+            return blocks
+        columns, byte = values.shape[-1], 8 // blocks.bits
+        block_size = -(-self._block_rows * (blocks.columns(columns) or columns) // byte) * byte
+        return replace(blocks, block_size=min(block_size, MAX_BLOCK_SIZE))
 
     def _is_excluded(self, excluded: Any, entry: SavedTensor) -> bool:
         if isinstance(excluded, str):
