@@ -214,6 +214,12 @@ class Blocks:
             return 0
         return min(max(1, round(num_columns / self.projection)), 65535)
 
+    def num_bytes(self, num_values: int) -> int:
+        """Bytes of so many coded values, where the block's length is given."""
+        assert self.block_size is not None
+        num_blocks = -(-num_values // self.block_size)
+        return num_blocks * (self.block_size * self.bits // 8 + 2 * self.metadata_dtype.itemsize)
+
     @property
     def bits_per_value(self) -> float:
         """Bits of one value, its share of offset and step included where the block's length is given."""

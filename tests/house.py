@@ -46,7 +46,7 @@ OUTSIDE: dict[str, frozenset[str]] = {
     "trace": frozenset({"rich"}),
     "graph": frozenset({"torch_geometric", "torch_sparse"}),
     "nn": frozenset({"torch_geometric", "torch_sparse"}),
-    "compress": frozenset({"torch_geometric"}),
+    "compress": frozenset({"torch_geometric", "rich"}),
     "schedule": frozenset({"torch_geometric"}),
     "metrics": frozenset({"torch_geometric"}),
     "convert": frozenset({"torch_geometric", "rich"}),

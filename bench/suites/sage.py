@@ -50,25 +50,37 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "int1-rp4 rows1 redrawn": {**RP4, "block_rows": 1},
     "int1-rp4 G192 redrawn": {**RP4, "block_size": 192},
     "int1 redrawn": {"bits": 1, "block_size": 256, "redraw_dropout": True},
+    # All widths as the budget has them: 20 MB, most of them for what moves the gradient most.
+    "rp4 20 MB redrawn": {"projection": 4, "budget_mib": 20e6 / MIB, "redraw_dropout": True},
 }
 COO = ("int2-rp8 rows1", "int2-rp8-vm", "int1-rp4 G192 redrawn")  # the others keep as much in PyG's slowest path
 OVER_LAYERS: dict[str, Any] = {"bits": 2, "redraw_dropout": True}
 
 
-def tolerance(bits: int, projection: int | None = None, bins: str = "uniform", **how: Any) -> float:
+def along_tolerance(
+    bits: int = 2,
+    projection: int | None = None,
+    bins: str = "uniform",
+    *,
+    block_size: int | None = None,
+    block_rows: int | None = None,
+    channels: int = CHANNELS,
+    seeds: int = NUM_SEEDS,
+    **_: Any,
+) -> float:
     """Bound on the relative error along the exact gradient of the mean over seeds: 5 deviations.
 
-    Signs mixed into R' columns vary the component by at most 2 / R', as (R R^T / R' has the mean of 1 and independent
-    elements of variance 1 / R' in either triangle). Roundings of different columns are independent, so that of their
+    Signs mixed into R' columns vary the component by at most 2 / R', as R R^T / R' has the mean of 1 and independent
+    elements of variance 1 / R' in either triangle. Roundings of different columns are independent, so that of their
     relative variance at most 1 / F lies along one direction of F rows; mixing them back keeps that.
     """
-    columns = CHANNELS // (projection or 1)
-    size = how.get("block_size") or how.get("block_rows", 0) * columns or best_block_size(bits, 1 << 20, bins)
+    columns = max(1, channels // (projection or 1))
+    size = block_size or (block_rows or 0) * columns or best_block_size(bits, 1 << 20, bins)
     edges = optimal_bins(bits, size) if bins == "optimal" else None
-    variance = predicted_variance(bits, size, edges) * (projection or 1) / CHANNELS
+    variance = predicted_variance(bits, size, edges) * (projection or 1) / channels
     if projection:
         variance += 2 / columns
-    return TOLERANCE["fp32"] + 5 * math.sqrt(variance / NUM_SEEDS)
+    return TOLERANCE["fp32"] + 5 * math.sqrt(variance / seeds)
 
 
 class Checkpointed(GraphSAGE):
@@ -243,19 +255,27 @@ class Problem:
 
     def compressed(self, how: dict[str, Any], edges: Callable[[], Tensor], config: QConfig | None = None) -> Work:
         """The step under :class:`qgnn.compress_activations`, and of a ``config`` with layers of ours."""
-        given = edges()
+        given, compressor = edges(), compress_activations(**how)
 
         def make_model() -> GraphSAGE:
             return self.model() if config is None else qgnn.quantize_(self.model(), config)
 
-        work = self._step(given, make_model, partial(compress_activations, **how))
+        def context() -> compress_activations:
+            return compressor
+
+        if "budget_mib" in how:
+            model = make_model()
+            with compressor:  # the first block measures, in its backward pass
+                self.loss(model(self.x, given)).backward()
+            del model
+        work = self._step(given, make_model, context)
         forward = work.forward
         assert forward is not None
-        variance = Variance(self, make_model, how, given, is_exact=config is None)
+        variance = Variance(self, make_model, compressor, given, config is None, bool(how.get("redraw_dropout")))
 
         def metrics() -> dict[str, float]:
             model = make_model()
-            with compress_activations(**how) as report:
+            with compressor as report:
                 self.loss(model(self.x, given))
             return {**bytes_of(report), **variance.metrics()}
 
@@ -267,7 +287,7 @@ class Problem:
         def make_model() -> GraphSAGE:
             return qgnn.quantize_(self.model(), config)
 
-        variance = Variance(self, make_model, None, self.edge_index, is_exact=False)
+        variance = Variance(self, make_model, nullcontext(), self.edge_index, is_exact=False)
         return replace(self._step(self.edge_index, make_model), check=variance.check, metrics=variance.metrics)
 
     def providers(self) -> Iterator[Provider]:
@@ -282,10 +302,10 @@ class Problem:
             for name, how in SETTINGS.items():
                 if form == "csr" or name in COO:
                     setup = partial(self.compressed, how, edges)
-                    yield Provider(f"qgnn pyg {form} {name}", setup, tolerance(**how))
+                    yield Provider(f"qgnn pyg {form} {name}", setup, along_tolerance(**how))
         yield Provider("qgnn layers int8", partial(self.layers, INT8), int8)
         setup = partial(self.compressed, OVER_LAYERS, coo, INT8)
-        yield Provider("qgnn layers int8, int2 redrawn", setup, int8 + tolerance(**OVER_LAYERS))
+        yield Provider("qgnn layers int8, int2 redrawn", setup, int8 + along_tolerance(**OVER_LAYERS))
 
 
 class Variance:
@@ -294,21 +314,23 @@ class Variance:
     Args:
         problem: The step.
         make_model: Makes the model.
-        how: Arguments of :class:`qgnn.compress_activations`, or ``None``.
+        context: Of the forward pass.
         edges: What PyG takes as edges.
         is_exact: Whether the forward pass is PyG's, bit for bit.
+        redraws: Whether dropout's masks are those of the seed.
     """
 
     def __init__(
         self,
         problem: Problem,
         make_model: Callable[[], GraphSAGE],
-        how: dict[str, Any] | None,
+        context: Any,
         edges: Any,
         is_exact: bool,
+        redraws: bool = False,
     ) -> None:
-        self.problem, self.make_model, self.how, self.edges, self.is_exact = problem, make_model, how, edges, is_exact
-        self.redraws = bool(how and how.get("redraw_dropout"))
+        self.problem, self.make_model, self.context, self.edges = problem, make_model, context, edges
+        self.is_exact, self.redraws = is_exact, redraws
         self.squares: list[float] = []
 
     def check(self) -> Sequence[Tensor]:
@@ -325,8 +347,8 @@ class Variance:
             masks = Masks()
             if self.redraws:
                 model.dropout = masks
-            context = compress_activations(**self.how, seed=seed << 32) if self.how else nullcontext()
-            found, grad = problem.gradient(model, problem.x, self.edges, context)
+            torch.manual_seed(NUM_LAYERS + seed)  # what the compressor's seed is drawn from
+            found, grad = problem.gradient(model, problem.x, self.edges, self.context)
             expected, right = out, exact
             if self.redraws:
                 plain.dropout = Given(masks.kept)

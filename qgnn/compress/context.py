@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ContextDecorator, ExitStack
-from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from qgnn.compress.budget import Budget, Key
+from qgnn.compress.choice import Excluded, Formats
 from qgnn.compress.functions import DROPOUTS, REPLACEMENTS, redrawn_dropout
 from qgnn.compress.modules import RunningModules
-from qgnn.compress.policy import Rule
-from qgnn.compress.report import Report, SavedTensor
+from qgnn.compress.policy import argument
+from qgnn.compress.report import Report
 from qgnn.compress.session import Session
-from qgnn.formats import MAX_BLOCK_SIZE, Blocks
-
-Excluded = str | nn.Module | Callable[[SavedTensor], bool]
+from qgnn.formats import Blocks
 
 _here = threading.local()
 
@@ -41,14 +39,17 @@ def _is_innermost(session: Session) -> bool:
 class _Mode(TorchFunctionMode):
     """Tells a session which function runs, and replaces some."""
 
-    def __init__(self, session: Session, redraw_dropout: bool) -> None:
+    def __init__(self, session: Session, redraw_dropout: bool, budget: Budget | None) -> None:
         super().__init__()
-        self._session, self._redraw_dropout = session, redraw_dropout
+        self._session, self._redraw_dropout, self._budget = session, redraw_dropout, budget
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not _is_innermost(self._session):
             return func(*args, **kwargs)
+        if func is Tensor.backward and self._budget is not None and self._budget.measures:
+            gradient = argument(args, kwargs, 1, "gradient")
+            self._budget.measure(self._session.report, self._session.seed, args[0], gradient)
         if torch.is_grad_enabled():
             replacement = redrawn_dropout if self._redraw_dropout and func in DROPOUTS else REPLACEMENTS.get(func)
             result = None if replacement is None else replacement(self._session, func, args, kwargs)
@@ -83,11 +84,13 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
 
     Args:
         bits: Width of a code: 1, 2, 4 or 8.
-        block_size: Values that share an offset and a step; ``None`` chooses a length for the width.
+        block_size: Values that share an offset and a step; ``None`` chooses a length for the width, and ``"measured"``
+            one for each tensor, by the variance of rounding that its first values have (not of those that are
+            projected, which are as good as normal).
         projection: Ratio of a random projection of the columns of operands of dense products, or ``None``.
         bins: ``"uniform"``, or ``"optimal"``: bins that minimize the variance.
-        block_rows: In place of ``block_size``: blocks as long as so many rows of what is coded, projected (the papers' G/R')
-            or not. EXACT has one.
+        block_rows: Rows that share an offset and a step, in place of ``block_size``: of what is coded, projected (G / R' of
+            the papers) or not. EXACT has one.
         seed: Seed of all rounding; the same one gives the same codes in the same order of functions. ``None`` takes one
             from torch's generator, whose masks of the block's dropout stay what they would be without the block.
         metadata_dtype: Type of offsets and steps.
@@ -96,10 +99,17 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
             modules, predicates of a :class:`SavedTensor`, or several of these.
         redraw_dropout: Whether :func:`torch.nn.functional.dropout` draws its masks from a hash, and again in the
             backward pass, so that only a seed is kept. The masks are then others than torch's.
+        budget_mib: MiB to keep for the backward pass: widths are chosen tensor by tensor, from 1 to 8 bits, so that the
+            variance of the gradient is least. In the first block, and every ``reestimate_every`` blocks, ``backward()``
+            of a tensor inside the block runs once more and once for each coded tensor, to measure what its rounding
+            does to the gradients of all leaves; these blocks keep 8 bits a value. After GACT and `ActNN
+            <https://arxiv.org/abs/2104.14129>`_. ``bits`` is then the width of tensors that come up in between.
+        reestimate_every: Blocks from one measurement to the next.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If a number is outside its range.
+        ValueError: If a number is outside its range; in ``backward()``, if the budget is too small, with the least.
+        RuntimeError: In ``backward()``, if a tensor was written to after it had been saved.
 
     Example:
         >>> with qgnn.compress_activations(bits=2, block_size=1024, projection=8) as report:
@@ -111,7 +121,7 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
     def __init__(
         self,
         bits: int = 2,
-        block_size: int | None = None,
+        block_size: int | str | None = None,
         projection: int | None = None,
         bins: str = "uniform",
         seed: int | None = None,
@@ -121,14 +131,29 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         min_size: int = 1024,
         exclude: Excluded | Iterable[Excluded] = (),
         redraw_dropout: bool = False,
+        budget_mib: float | None = None,
+        reestimate_every: int = 200,
     ) -> None:
-        self._blocks = Blocks(bits, block_size, projection, bins, metadata_dtype)
         if block_rows is not None and (block_size is not None or block_rows < 1):
             raise ValueError(
-                f"'compress_activations' expects 'block_rows' of at least 1, or a 'block_size' (got {block_rows} and "
-                f"{block_size})"
+                f"'compress_activations' expects 'block_rows' of at least 1, and no 'block_size' beside it (got "
+                f"{block_rows} and {block_size})"
             )
         self._block_rows = block_rows
+        self._block_sizes: dict[tuple[Key, int], int] | None = None
+        if isinstance(block_size, str):
+            if block_size != "measured":
+                raise ValueError(
+                    f"'compress_activations' expects 'block_size' to be an int, None or 'measured' (got {block_size!r})"
+                )
+            block_size, self._block_sizes = None, {}
+        self._blocks = Blocks(bits, block_size, projection, bins, metadata_dtype)
+        if (budget_mib is not None and not budget_mib > 0) or reestimate_every < 1:
+            raise ValueError(
+                f"'compress_activations' expects a positive 'budget_mib', and 'reestimate_every' of at least 1 block "
+                f"(got {budget_mib} and {reestimate_every})"
+            )
+        self._budget = None if budget_mib is None else Budget(budget_mib, reestimate_every, bits)
         self._seed, self._min_size, self._redraw_dropout = seed, min_size, redraw_dropout
         if isinstance(exclude, (str, nn.Module)) or callable(exclude):
             exclude = (exclude,)
@@ -138,11 +163,15 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
                 raise TypeError(
                     f"'compress_activations' expects 'exclude' to hold names, modules or predicates (got {rule!r})"
                 )
-        self._open: list[tuple[ExitStack, RunningModules]] = []
+        self._open: list[ExitStack] = []
 
     def __enter__(self) -> Report:
-        session = Session(self._choose, self._first_seed(), self._min_size, lambda: modules.name())
         modules = RunningModules(lambda: _is_innermost(session))
+        chosen = (self._block_sizes, self._budget, self._block_rows)
+        formats = Formats(self._blocks, self._exclude, modules.__contains__, *chosen)
+        session = Session(formats, self._first_seed(), self._min_size, modules.name)
+        if self._budget is not None:
+            self._budget.begin()
         with ExitStack() as stack:
             sessions = _open_sessions()
             sessions.append(session)
@@ -150,15 +179,16 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
             modules.open()
             stack.callback(modules.close)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(session.pack, session.unpack))
-            stack.enter_context(_Mode(session, self._redraw_dropout))
-            self._open.append((stack.pop_all(), modules))
+            stack.enter_context(_Mode(session, self._redraw_dropout, self._budget))
+            self._open.append(stack.pop_all())
         return session.report
 
-    def __exit__(self, *exception: Any) -> None:
-        stack, _ = self._open.pop()
-        stack.close()
+    def __exit__(self, kind: Any, *exception: Any) -> None:
+        self._open.pop().close()
         if self._seed is None:
             torch.empty((), dtype=torch.int64).random_()  # the next block's seed is another one
+        if self._budget is not None and kind is None:
+            self._budget.end()
 
     def _first_seed(self) -> int:
         """The given seed, or the number that torch's generator would draw next, without drawing it."""
@@ -167,23 +197,3 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         twin = torch.Generator()
         twin.set_state(torch.get_rng_state())
         return int(torch.empty((), dtype=torch.int64).random_(generator=twin))
-
-    def _choose(self, entry: SavedTensor, values: Tensor, rule: Rule) -> Blocks | None:
-        """The format of one tensor."""
-        if any(self._is_excluded(excluded, entry) for excluded in self._exclude):
-            return None
-        if rule.bits is not None:
-            return Blocks(rule.bits, metadata_dtype=self._blocks.metadata_dtype)
-        blocks = self._blocks if rule.projected else replace(self._blocks, projection=None)
-        if self._block_rows is None:
-            return blocks
-        columns, byte = values.shape[-1], 8 // blocks.bits
-        block_size = -(-self._block_rows * (blocks.columns(columns) or columns) // byte) * byte
-        return replace(blocks, block_size=min(block_size, MAX_BLOCK_SIZE))
-
-    def _is_excluded(self, excluded: Any, entry: SavedTensor) -> bool:
-        if isinstance(excluded, str):
-            return fnmatchcase(entry.op, excluded) or fnmatchcase(entry.module, excluded)
-        if isinstance(excluded, nn.Module):
-            return excluded in self._open[-1][1]
-        return bool(excluded(entry))

@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 from qgnn.compress.policy import Call, Rule, argument, functions
 from qgnn.compress.session import Op, Session, same_storage, tensors_in
 from qgnn.functional.activation import activation
-from qgnn.functional.blocks import decompress
 
 # ``None`` leaves the call to torch.
 Replacement = Callable[[Session, Any, Call, dict[str, Any]], Tensor | None]
@@ -53,9 +52,9 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        weighted = decompress(ctx.roundings[0]).mul_(grad)
+        weighted = ctx.roundings[0].values().mul_(grad)
         total = weighted.sum(ctx.dim, keepdim=True)
-        return weighted.sub_(decompress(ctx.roundings[1]).mul_(total)).to(ctx.dtype), None, None
+        return weighted.sub_(ctx.roundings[1].values().mul_(total)).to(ctx.dtype), None, None
 
 
 def _writes(args: Call, kwargs: dict[str, Any]) -> bool:
@@ -135,7 +134,7 @@ def _softmax(session: Session, function: Any, args: Call, kwargs: dict[str, Any]
         entry = session.enter(op, y, session.original_bytes(y, is_result=True))
         blocks = session.format(y, _CODED, entry)
         if blocks is not None:
-            roundings = (session.compress(y, blocks, entry), session.compress(y, blocks, entry))
+            roundings = (session.code(y, blocks, entry), session.code(y, blocks, entry))
             entry.format += " twice"
     if blocks is None:
         session.report.by_tensor.remove(entry)

@@ -76,17 +76,17 @@ class Kept:
 
 
 class Codes:
-    """What is kept in place of dense memory, which several saved tensors may share."""
+    """What is kept in place of dense memory, which several saved tensors may share; ``kept`` may be replaced."""
 
-    __slots__ = ("__weakref__", "_kept", "_read", "_storage")
+    __slots__ = ("__weakref__", "_read", "_storage", "kept")
 
-    def __init__(self, kept: Any, read: Callable[[Any], Tensor], storage: StorageWeakRef) -> None:
-        self._kept, self._read = kept, read
+    def __init__(self, kept: Any, read: Callable[[Any], Tensor], storage: StorageWeakRef | None = None) -> None:
+        self.kept, self._read = kept, read
         self._storage = storage  # while it is referred to, no other memory takes its identity
 
     def values(self) -> Tensor:
         """The values of that memory."""
-        return self._read(self._kept)
+        return self._read(self.kept)
 
 
 class Coded:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from qgnn.compress.choice import Formats
 from qgnn.compress.policy import Rule, rule_of
 from qgnn.compress.report import Report, SavedTensor
 from qgnn.compress.saved import Coded, Codes, Kept, layout_of
@@ -22,9 +23,6 @@ from qgnn.functional.blocks import decompress, pack
 from qgnn.rng import make_seed
 
 ONE_BIT = Blocks(bits=1, block_size=1 << 16, metadata_dtype=torch.float32)
-
-# Format of a saved tensor under a rule; None keeps it as it is.
-Choose = Callable[[SavedTensor, Tensor, Rule], Blocks | None]
 
 
 @dataclass
@@ -105,11 +103,6 @@ def name_of(function: Any) -> str:
     return str(getattr(function, "__name__", function)).strip("_")
 
 
-def as_it_is(t: Tensor) -> Tensor:
-    """What is kept, read."""
-    return t
-
-
 def index_dtype(index: Tensor, op: Op) -> torch.dtype | None:
     """The narrowest type that holds indices into any operand of a function, negative ones included."""
     largest = max((size for t in op.operands() for size in t.shape), default=0)
@@ -123,15 +116,15 @@ class Session:
     """State between entering and leaving a block, in one thread.
 
     Args:
-        choose: Chooses formats.
+        formats: Chooses the formats of its tensors.
         seed: What the seeds of its roundings are counted from.
         min_size: Tensors of fewer values are kept as they are.
         module_name: Name of the module that runs.
     """
 
-    def __init__(self, choose: Choose, seed: int, min_size: int, module_name: Callable[[], str]) -> None:
+    def __init__(self, formats: Formats, seed: int, min_size: int, module_name: Callable[[], str]) -> None:
         self.report = Report()
-        self._choose, self._seeds, self._module_name = choose, itertools.count(seed), module_name
+        self._formats, self._seeds, self._module_name = formats, itertools.count(seed), module_name
         self._min_size = min_size
         self._numbers = itertools.count(1)
         self._op = Op("?", None, (), {}, 0)
@@ -240,40 +233,43 @@ class Session:
         key = (*place, kind, 0 if shares else op.number)
         codes = self._codes.get(key)
         if codes is None:
-            codes = self._codes[key] = Codes(*make(), storage)
+            codes = self._codes[key] = make(storage)
         else:
             entry.format = "shared"
         return Coded(t, codes, layout, dense.shape, op.name)
 
     def _recipe(
         self, dense: Tensor, rule: Rule, op: Op, entry: SavedTensor
-    ) -> tuple[Hashable, Callable[[], tuple[Any, Callable[[Any], Tensor]]]] | None:
-        """What tells this way to keep values from others, and what makes it and reads it; ``None`` for no way."""
+    ) -> tuple[Hashable, Callable[[StorageWeakRef], Codes]] | None:
+        """What tells this way to keep values from others, and what makes codes; ``None`` for no way."""
         if rule.indices:
             dtype = index_dtype(dense, op)
-            return None if dtype is None else (dtype, lambda: (self._narrow(dense, dtype, entry), as_it_is))
+            return None if dtype is None else (dtype, partial(self._narrow, dense, dtype, entry))
         if rule.two_valued is not None:
             two_valued = rule.two_valued
-            values = partial(two_valued, dense, op.args, op.kwargs)
-            return two_valued, lambda: (self.compress(values(), ONE_BIT, entry), decompress)
+            return two_valued, lambda storage: self.code(two_valued(dense, op.args, op.kwargs), ONE_BIT, entry, storage)
         blocks = self.format(dense, rule, entry)
-        return None if blocks is None else (blocks, lambda: (self.compress(dense, blocks, entry), decompress))
+        return None if blocks is None else (blocks.projection, partial(self.code, dense, blocks, entry))
 
     def format(self, dense: Tensor, rule: Rule, entry: SavedTensor) -> Blocks | None:
         """The format for these values; ``None`` to keep them."""
         # Of one column, or none: weights of edges and nodes. They are small beside rows, and scale whole rows.
         has_columns = sum(size > 1 for size in dense.shape) > 1
-        return self._choose(entry, dense, rule) if has_columns and dense.is_floating_point() else None
+        return self._formats.choose(entry, dense, rule) if has_columns and dense.is_floating_point() else None
 
     @staticmethod
-    def _narrow(dense: Tensor, dtype: torch.dtype, entry: SavedTensor) -> Tensor:
+    def _narrow(dense: Tensor, dtype: torch.dtype, entry: SavedTensor, storage: StorageWeakRef) -> Codes:
         narrow = dense.to(dtype)
         entry.saved_bytes, entry.format = narrow.nbytes, str(dtype).removeprefix("torch.")
-        return narrow
+        return Codes(narrow, lambda kept: kept, storage)
 
-    def compress(self, values: Tensor, blocks: Blocks, entry: SavedTensor) -> Any:
-        """Codes, entered in the report."""
-        compressed = pack(values, blocks, None if blocks is ONE_BIT else self.seed(values.device))
+    def code(self, values: Tensor, blocks: Blocks, entry: SavedTensor, storage: StorageWeakRef | None = None) -> Codes:
+        """Codes of values, entered in the report."""
+        is_bits = blocks is ONE_BIT
+        compressed = pack(values, blocks, None if is_bits else self.seed(values.device))
         entry.saved_bytes += compressed.nbytes
-        entry.format = "1 bit" if blocks is ONE_BIT else str(compressed.blocks)
-        return compressed
+        entry.format = "1 bit" if is_bits else str(compressed.blocks)
+        codes = Codes(compressed, decompress, storage)
+        if not is_bits:
+            self._formats.made(codes)
+        return codes

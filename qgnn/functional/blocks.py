@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 
 import torch
@@ -75,9 +75,7 @@ def pack(x: Tensor, blocks: Blocks, seed: Tensor | None) -> CompressedTensor:
     columns = blocks.columns(x.shape[-1]) if x.dim() > 1 else 0
     x = x.detach()
     values = x.reshape(prod(x.shape[:-1]), x.shape[-1]) if columns else x
-    if blocks.block_size is None:
-        block_size = best_block_size(blocks.bits, _num_values(x.shape, columns), blocks.bins)
-        blocks = replace(blocks, block_size=block_size)
+    blocks = with_block_size(blocks, _num_values(x.shape, columns))
     assert blocks.block_size is not None
     projection_seed = seed if columns else None
     packed, low, step = ops.blocks_pack(
@@ -91,6 +89,20 @@ def pack(x: Tensor, blocks: Blocks, seed: Tensor | None) -> CompressedTensor:
         projection_seed,
     )
     return CompressedTensor(packed, low, step, blocks, x.shape, x.dtype, columns, projection_seed)
+
+
+def with_block_size(blocks: Blocks, num_values: int) -> Blocks:
+    """The format with the length of a block that it has for so many coded values."""
+    if blocks.block_size is not None:
+        return blocks
+    metadata_bits = 16 * blocks.metadata_dtype.itemsize
+    return replace(blocks, block_size=_best_block_size(blocks.bits, num_values, blocks.bins, metadata_bits))
+
+
+@torch.compiler.assume_constant_result
+@lru_cache(maxsize=1024)
+def _best_block_size(bits: int, num_values: int, bins: str, metadata_bits: int) -> int:
+    return best_block_size(bits, num_values, bins, metadata_bits)
 
 
 @cache

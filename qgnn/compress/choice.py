@@ -1,0 +1,90 @@
+"""Which format a tensor gets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from qgnn.bins import best_block_size, measure_variances
+from qgnn.compress.budget import Budget, Key
+from qgnn.compress.policy import Rule
+from qgnn.compress.report import SavedTensor
+from qgnn.compress.saved import Codes
+from qgnn.formats import MAX_BLOCK_SIZE, Blocks
+
+Excluded = str | nn.Module | Callable[[SavedTensor], bool]
+
+
+class Formats:
+    """The formats of the tensors of one block.
+
+    Args:
+        blocks: The format of all, as far as nothing below says otherwise.
+        exclude: What is kept as it is.
+        runs: Whether a module runs.
+        block_sizes: Lengths of blocks measured so far, to be added to; ``None`` to measure none.
+        budget: What chooses widths, or ``None``.
+        block_rows: Rows of a block, in place of the length that ``blocks`` has, or ``None``.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        exclude: tuple[Excluded, ...],
+        runs: Callable[[nn.Module], bool],
+        block_sizes: dict[tuple[Key, int], int] | None,
+        budget: Budget | None,
+        block_rows: int | None = None,
+    ) -> None:
+        self._blocks, self._exclude, self._runs = blocks, exclude, runs
+        self._block_sizes, self._budget, self._block_rows = block_sizes, budget, block_rows
+        self._seen: Counter[tuple[str, str]] = Counter()
+        self._adaptive: Key | None = None  # the tensor that was chosen for last, if its width is the budget's
+
+    def choose(self, entry: SavedTensor, values: Tensor, rule: Rule) -> Blocks | None:
+        """The format of one tensor, or ``None`` to keep it."""
+        self._adaptive = None
+        if any(self._is_excluded(excluded, entry) for excluded in self._exclude):
+            return None
+        if rule.bits is not None:
+            return Blocks(rule.bits, metadata_dtype=self._blocks.metadata_dtype)
+        kind = (entry.op, entry.module)
+        key = (*kind, self._seen[kind])
+        self._seen[kind] += 1
+        blocks = self._blocks if rule.projected else replace(self._blocks, projection=None)
+        if self._block_rows is not None:
+            columns = values.shape[-1]
+            num_values = self._block_rows * (blocks.columns(columns) or columns)
+            blocks = replace(blocks, block_size=min(-(-num_values // 8) * 8, MAX_BLOCK_SIZE))  # whole bytes of any width
+        if self._budget is not None:
+            self._adaptive, blocks = key, self._budget.choose(key, blocks)
+        if self._block_sizes is not None and blocks.projection is None:  # a projection mixes values to normal ones
+            blocks = replace(blocks, block_size=self._measured(self._block_sizes, key, values, blocks))
+        return blocks
+
+    def made(self, codes: Codes) -> None:
+        """Codes in the format that was chosen last."""
+        if self._budget is not None and self._adaptive is not None:
+            self._budget.made(self._adaptive, codes)
+
+    @staticmethod
+    def _measured(sizes: dict[tuple[Key, int], int], key: Key, values: Tensor, blocks: Blocks) -> int:
+        """The length of a block for the values that the tensor had first."""
+        name = (key, blocks.bits)
+        if name not in sizes:
+            variances = measure_variances(values, blocks.bits, blocks.bins)
+            metadata_bits = 16 * blocks.metadata_dtype.itemsize
+            sizes[name] = best_block_size(blocks.bits, values.numel(), blocks.bins, metadata_bits, variances)
+        return sizes[name]
+
+    def _is_excluded(self, excluded: Any, entry: SavedTensor) -> bool:
+        if isinstance(excluded, str):
+            return fnmatchcase(entry.op, excluded) or fnmatchcase(entry.module, excluded)
+        if isinstance(excluded, nn.Module):
+            return self._runs(excluded)
+        return bool(excluded(entry))

@@ -1,0 +1,191 @@
+"""Widths under a budget: the allocation, what is measured for it, and when."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qgnn.compress import compress_activations
+from qgnn.compress.budget import Candidate, allocate, leaves_of
+from qgnn.formats import BLOCK_BITS
+
+MIB = 2**20
+
+candidates = st.lists(
+    st.tuples(st.floats(1e-6, 1e6), st.integers(1, 1000)).map(
+        lambda pair: Candidate(pair[0], {bits: bits * pair[1] + 4 for bits in BLOCK_BITS})
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def total(chosen: dict[object, Candidate], widths: dict[object, int]) -> tuple[float, int]:
+    """Variance and bytes."""
+    variance = sum(c.variance_of(widths[key]) for key, c in chosen.items())
+    return variance, sum(c.num_bytes[widths[key]] for key, c in chosen.items())
+
+
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(candidates, st.floats(0, 1))
+def test_allocation_is_the_best_but_for_the_step_that_does_not_fit(found: list[Candidate], share: float) -> None:
+    chosen = {("op", "", number): c for number, c in enumerate(found)}
+    least, most = (sum(c.num_bytes[bits] for c in found) for bits in (1, 8))
+    budget = int(least + share * (most - least))
+    variance, used = total(chosen, allocate(chosen, budget))
+    assert used <= budget
+    every = itertools.product(BLOCK_BITS, repeat=len(found))
+    tried = [total(chosen, dict(zip(chosen, widths, strict=True))) for widths in every]
+    # Greedy steps by slope are optimal for the bytes that they fill; the next step is at most half of a widest tensor.
+    room = max(c.num_bytes[8] - c.num_bytes[4] for c in found)
+    best_with_less = min(v for v, size in tried if size <= max(budget - room, least))
+    assert variance <= best_with_less * (1 + 1e-9)
+
+
+def test_allocation_refuses_too_few_bytes() -> None:
+    with pytest.raises(ValueError, match="one bit a value takes 14 bytes, of which there are 13"):
+        allocate({("op", "", 0): Candidate(1.0, {bits: 10 * bits + 4 for bits in BLOCK_BITS})}, 13)
+
+
+class Two(torch.nn.Module):
+    """Two layers side by side, of which the gradient of one is a hundred times that of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loud, self.quiet = torch.nn.Linear(64, 16, bias=False), torch.nn.Linear(64, 16, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (100 * self.loud(x * 1.0) + self.quiet(y * 1.0)).square().mean()
+
+
+def problem() -> tuple[Two, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return Two(), torch.randn(256, 64), torch.randn(256, 64)
+
+
+def step(compressor: compress_activations, model: Two, x: Tensor, y: Tensor) -> tuple[object, list[Tensor]]:
+    model.zero_grad()
+    with compressor as report:
+        model(x, y).backward()
+    return report, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def formats(report: object) -> dict[str, str]:
+    return {t.module: t.format for t in report.by_tensor if t.op == "linear"}  # type: ignore[attr-defined]
+
+
+def test_what_matters_more_gets_more_bits_within_the_budget() -> None:
+    model, x, y = problem()
+    compressor = compress_activations(2, budget_mib=0.016)
+    first, _ = step(compressor, model, x, y)
+    assert {f.split("/")[0] for f in formats(first).values()} == {"int8"}  # the block that measures
+    second, _ = step(compressor, model, x, y)
+    assert second.saved_bytes <= 0.016 * MIB  # type: ignore[attr-defined]
+    widths = {name: int(fmt.split("/")[0].removeprefix("int")) for name, fmt in formats(second).items()}
+    assert widths["loud"] > widths["quiet"]
+
+
+def test_the_measured_variance_is_that_of_the_gradient() -> None:
+    model, x, y = problem()
+    compressor = compress_activations(8, budget_mib=1.0, seed=3)
+    step(compressor, model, x, y)
+    assert compressor._budget is not None
+    predicted = {key[1]: Candidate(v, {}).variance_of(2) for key, v in compressor._budget._variances.items()}
+    model.zero_grad()
+    model(x, y).backward()
+    for name in ("loud", "quiet"):
+        weight = getattr(model, name).weight
+        exact, distances = weight.grad.clone(), []
+        for seed in range(20):
+            only = compress_activations(2, seed=seed, exclude=lambda t, name=name: t.module != name)
+            model.zero_grad()
+            with only:
+                model(x, y).backward()
+            distances.append(float((weight.grad - exact).square().sum()))
+        # Both are sums over 1024 elements of dW, whose errors are independent between its 64 columns: a relative
+        # deviation of at most sqrt(2 / 64) = 0.18 of the one sample that was taken, and of the mean of 20 a quarter.
+        mean = sum(distances) / len(distances)
+        assert abs(predicted[name] / mean - 1) < 5 * (0.18 + 0.04)
+
+
+def test_blocks_in_between_do_not_measure() -> None:
+    model, x, y = problem()
+    compressor = compress_activations(2, budget_mib=0.016, reestimate_every=3)
+    widest = [{f.split("/")[0] for f in formats(step(compressor, model, x, y)[0]).values()} for _ in range(7)]
+    assert [names == {"int8"} for names in widest] == [True, False, False, True, False, False, True]
+
+
+def test_a_new_tensor_is_measured_in_the_next_block() -> None:
+    model, x, y = problem()
+    compressor = compress_activations(2, budget_mib=1.0)
+    step(compressor, model, x, y)
+    with compressor as report:
+        (model(x, y) + model(x, y)).backward()
+    assert "int2" in {t.format.split("/")[0] for t in report.by_tensor}
+    report, _ = step(compressor, model, x, y)
+    assert {f.split("/")[0] for f in formats(report).values()} == {"int8"}
+
+
+def test_measuring_leaves_no_trace_in_gradients_and_generator() -> None:
+    model, x, y = problem()
+    _, plain = step(compress_activations(8, seed=1), model, x, y)
+    torch.manual_seed(5)
+    with compress_activations(2, seed=1, budget_mib=1.0):
+        before = torch.get_rng_state()
+        model.zero_grad()
+        model(x, y).backward()
+        assert torch.equal(torch.get_rng_state(), before)
+    for p, expected in zip(model.parameters(), plain, strict=True):
+        assert torch.equal(p.grad, expected)
+
+
+def test_a_budget_that_holds_nothing_says_what_would_do() -> None:
+    model, x, y = problem()
+    with pytest.raises(ValueError, match=r"expects a 'budget_mib' of at least 0\.0\d+: one bit a value"):
+        step(compress_activations(2, budget_mib=1e-4), model, x, y)
+
+
+def test_a_block_that_measures_needs_its_backward_pass() -> None:
+    model, x, y = problem()
+    with (
+        pytest.raises(RuntimeError, match=r"call 'loss.backward\(\)' inside the block"),
+        compress_activations(2, budget_mib=1.0),
+    ):
+        model(x, y)
+
+
+def test_an_error_inside_the_block_is_not_replaced() -> None:
+    model, x, y = problem()
+
+    def failing() -> None:
+        with compress_activations(2, budget_mib=1.0):
+            model(x, y)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        failing()
+
+
+@pytest.mark.parametrize("arguments", [{"budget_mib": 0}, {"budget_mib": float("nan")}, {"reestimate_every": 0}])
+def test_numbers_out_of_range_are_refused(arguments: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expects a positive 'budget_mib', and 'reestimate_every' of at least 1 block"):
+        compress_activations(2, **arguments)  # type: ignore[arg-type]
+
+
+def test_leaves_are_all_that_get_a_gradient() -> None:
+    model, x, y = problem()
+    x.requires_grad_()
+    found = leaves_of(model(x, y))
+    assert {id(t) for t in found} == {id(t) for t in (*model.parameters(), x)}
+    assert len(found) == 3
+
+
+def test_a_measured_block_size_is_that_of_the_first_values() -> None:
+    model, x, y = problem()
+    x = x * (torch.arange(256)[:, None] % 2 * 99 + 1)  # rows a hundred times as long as their neighbors
+    report, _ = step(compress_activations(2, "measured"), model, x, y)
+    assert formats(report)["loud"] == "int2/G64"  # a block a row
+    assert formats(report)["quiet"] != "int2/G64"
