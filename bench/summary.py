@@ -39,7 +39,7 @@ PAIRS = {
     "codes-in": (("onednn.qlinear int8", "torch fp32"), ("torch._int_mm int8", "torch fp32")),
 }
 # Without a speed-up: one a process, training, statistics, what the machine allows.
-APART = ("memory", "accuracy", "distribution", "device")
+APART = ("memory", "blocksize", "accuracy", "distribution", "device")
 WHOLE = ("train", "layer", "attention")  # suites that README shows at once; the primitives fold
 OWN = ("layer",)  # suites with a region of their own
 

@@ -50,7 +50,12 @@ FORMATS: dict[str, dict[str, Any]] = {
     for projection in (None, 8)
     for edges in (("uniform",) if bits == 1 else bins.BINS)
 }
-OPERANDS = {"int2": {"bits": 2}, "int1": {"bits": 1, "block_size": 64}, "int2-rp8": {"bits": 2, "projection": 8}}
+OPERANDS: dict[str, dict[str, Any]] = {
+    "int2": {"bits": 2},
+    "int1": {"bits": 1, "block_size": 64},
+    "int2-rp8": {"bits": 2, "projection": 8},
+}
+FP32 = 1e-5  # of a forward pass that is repeated
 METADATA_BITS = 32  # an offset and a step in bf16
 
 
@@ -80,7 +85,7 @@ class Passes:
     saved_mib: float
 
     def metrics(self, exact: Tensor) -> dict[str, float]:
-        """Relative squares of the gradient's error: its variance, and the bias, freed from the variance's part of it."""
+        """Relative squares of the gradient's error: its variance, and the bias without the variance's part of it."""
         scale, count = float(exact.square().sum()), len(self.gradients)
         errors = [float((grad - exact).square().sum()) / scale for grad in self.gradients]
         if count == 1:  # nothing is drawn
@@ -120,11 +125,18 @@ class Problem(accuracy.Problem):
 
     @cached_property
     def plain(self) -> Passes:
-        return self.passes(nullcontext)
+        return self.passes(lambda _: nullcontext())
 
-    def passes(self, context: Callable[[int], Any], kept: Callable[[Any], float] | None = None, seeds: int = 1) -> Passes:
+    def passes(
+        self,
+        context: Callable[[int], Any],
+        kept: Callable[[Any], float] | None = None,
+        seeds: int = 1,
+        forward: Callable[[], Tensor] | None = None,
+    ) -> Passes:
         """Passes in a context of the seed; ``kept`` counts its MiB from what the context yields."""
         clock, (model, edges) = make_clock(self.setting.device), self.trained
+        forward = forward or partial(model, self.data.x, edges)
         leaves = [leaf for _, leaf in sorted(model.named_parameters())]
         outs: list[Tensor] = []
         grads: list[Tensor] = []
@@ -133,7 +145,7 @@ class Problem(accuracy.Problem):
         def run(seed: int) -> None:
             torch.manual_seed(0)
             with context(seed) as made:
-                out = model(self.data.x, edges)
+                out = forward()
                 loss = F.cross_entropy(out[self.data.train_mask], self.data.y[self.data.train_mask])
             grads.append(flatten(torch.autograd.grad(loss, leaves)))
             outs.append(out.detach())
@@ -142,7 +154,7 @@ class Problem(accuracy.Problem):
         times_ms = [clock.time(partial(run, seed)) for seed in range(seeds)]
         for out in outs:
             check_equal(out, outs[0])
-        mib = saved_bytes(lambda: model(self.data.x, edges)) / MIB if kept is None else kept(yielded[0])
+        mib = saved_bytes(forward) / MIB if kept is None else kept(yielded[0])
         return Passes(outs[0], grads, times_ms, mib)
 
     def exact(self) -> Sequence[Tensor]:
@@ -171,25 +183,98 @@ class Problem(accuracy.Problem):
             self.trained[0](self.data.x, self.trained[1])
         return max(found, key=Tensor.numel)
 
-    def chosen(self, bits: int, projection: int | None, bins: str) -> dict[str, float]:
+    @lru_cache  # noqa: B019, a problem lives as long as its cases
+    def chosen(self, bits: int, projection: int | None, edges: str) -> dict[str, float]:
         """Lengths that the rule chooses for the largest operand: for normal values, and for those that it has."""
         x = self.operand
         if projection is not None:
             columns = x.shape[1] // projection
             x = x @ projection_signs(x.shape[1], columns, make_seed(0, x.device), STREAM_PROJECTION) * columns**-0.5
+        optimal = {size: bins.optimal_bins(bits, size) if edges == "optimal" else None for size in LENGTHS}
+        predicted = {size: bins.predicted_variance(bits, size, optimal[size]) for size in LENGTHS}
+        measured = bins.measure_variances(x, bits, edges)
         return {
             "values": x.numel(),
-            "predicted_block": choose(bits, x.numel(), bins, None),
-            "measured_block": choose(bits, x.numel(), bins, measure(x, bits, bins)),
+            "predicted_block": bins.best_block_size(bits, x.numel(), edges, METADATA_BITS, predicted),
+            "measured_block": bins.best_block_size(
+                bits, x.numel(), edges, METADATA_BITS, {size: measured[size] for size in LENGTHS if size in measured}
+            ),
         }
+
+    # ---- providers
+
+    def measure_plain(self) -> Measured:
+        found = self.plain
+        return Measured([found.out, found.gradients[0]], found.times_ms, None, found.saved_mib, metrics={})
+
+    def measure_blocks(self, how: dict[str, Any], block_size: int) -> Measured:
+        """All that the compressor codes, in blocks of one length."""
+        found = self.compressed({**how, "block_size": block_size}, lambda report: report.saved_bytes / MIB, NUM_SEEDS)
+        exact = self.plain.gradients[0]
+        metrics = {"block_size": block_size, **found.metrics(exact), **self.chosen(*how.values())}
+        return Measured([found.out, found.along(exact)], found.times_ms, None, found.saved_mib, metrics=metrics)
+
+    def measure_operands(self, how: dict[str, Any]) -> Measured:
+        """Operands of dense products, in codes."""
+
+        def kept(report: Report) -> float:
+            return sum(t.saved_bytes for t in report.by_tensor if t.op == "linear") / MIB
+
+        how = {**how, "exclude": lambda entry: entry.op != "linear"}
+        return self._measured(self.compressed(how, kept, MANY_SEEDS))
+
+    def measure_rival(self, codec: Callable[[Tensor, float], rivals.Coded], how: dict[str, Any]) -> Measured:
+        """The same operands as a rival keeps them, in as many bits as ``how`` takes."""
+
+        def coded(x: Tensor) -> rivals.Coded:
+            return codec(x, 8 * compress(x, **how).nbytes / x.numel())
+
+        found = self.passes(lambda _: rivals.operands_in(coded), lambda sizes: sum(sizes) / MIB)
+        return self._measured(found)
+
+    def measure_checkpoint(self) -> Measured:
+        """Nothing is kept, and the forward pass runs twice."""
+        model, edges = self.trained
+
+        def forward() -> Tensor:
+            return checkpoint(model, self.data.x, edges, use_reentrant=False)
+
+        return self._measured(self.passes(lambda _: nullcontext(), lambda _: 0.0, forward=forward, seeds=2))
+
+    def measure_offload(self) -> Measured:
+        if not self.setting.is_cuda:
+            raise UnavailableError("on a CPU there is no other memory to take what is kept to")
+        return self._measured(self.passes(lambda _: torch.autograd.graph.save_on_cpu(), lambda _: 0.0))
+
+    def _measured(self, found: Passes) -> Measured:
+        """The gate looks at the forward pass, as the gradient's error is what is measured."""
+        check_equal(found.out, self.plain.out)
+        return Measured([found.out], found.times_ms, None, found.saved_mib, metrics=found.metrics(self.exact()[1]))
 
     # ---- cases
 
-    def block_cases(self) -> Iterator[Case]:
+    def cases(self) -> Iterator[Case]:
         for name, how in FORMATS.items():
+            bound = partial(along_tolerance, **how, channels=self.recipe.hidden, seeds=NUM_SEEDS)
+            sizes = self.setting.shapes(*LENGTHS)
             providers = [
-                Provider(f"qgnn G{size}", partial(self._blocks, how, size), along_tolerance(**how, block_size=size, seeds=NUM_SEEDS, channels=self.recipe.hidden))
-                for size in LENGTHS
+                Provider(f"qgnn G{size}", partial(self.measure_blocks, how, size), bound(block_size=size))
+                for size in sizes
             ]
-            providers.append(Provider("pyg fp32", self._plain, 1e-4))
+            providers.append(Provider("pyg fp32", self.measure_plain, FP32))
             yield Case(f"{self.name}/{name}", "step", self.exact, providers)
+        for name, how in self.setting.shapes(*OPERANDS.items()):
+            providers = [Provider(f"qgnn {name}", partial(self.measure_operands, how), FP32)]
+            for rival, codec in (("top-k", rivals.top_k), ("low rank", rivals.low_rank)):
+                providers.append(Provider(f"{rival} bf16", partial(self.measure_rival, codec, how), FP32))
+            providers.append(Provider("storage bf16", partial(self.measure_rival, rivals.bf16, how), FP32))
+            providers.append(Provider("checkpoint fp32", self.measure_checkpoint, FP32))
+            providers.append(Provider("save_on_cpu fp32", self.measure_offload, FP32))
+            yield Case(f"{self.name}/operands/{name}", "step", lambda: self.exact()[:1], providers)
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    datasets = DATASETS if setting.root is not None else DATASETS[:1]
+    for dataset in setting.shapes(*datasets):
+        for kind in setting.shapes(*KINDS):
+            yield from Problem(dataset, kind, setting).cases()

@@ -1,7 +1,7 @@
 """Other ways to keep the operands of dense products in few bits, in saved-tensor hooks: top-k pruning, low rank, bf16.
 
-Each codec takes a matrix ``[N, F]`` and a budget in bits a value, and returns the bytes that it keeps and the matrix that
-they stand for. What is kept stays in place of the operand; everything else is kept as torch does.
+Each codec takes a matrix ``[N, F]`` and a budget in bits a value, and returns the bytes that it keeps and the matrix
+that they stand for. Everything but the operands is kept as torch does.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,14 +26,14 @@ class Coded(NamedTuple):
 Codec = Callable[[Tensor], Coded]
 
 
-def bf16(x: Tensor) -> Coded:
+def bf16(x: Tensor, bits_per_value: float = _BF16_BITS) -> Coded:
     """Every value in bf16, whatever the budget."""
     kept = x.bfloat16()
     return Coded(kept.nbytes, kept.float)
 
 
 def top_k(x: Tensor, bits_per_value: float) -> Coded:
-    """The values of largest magnitude in bf16, with a bit a value for their places, or an index each if that is less."""
+    """The values of largest magnitude in bf16; for their places a bit a value, or an index each if that is less."""
     n = x.numel()
     by_bitmap = (bits_per_value - 1) * n / _BF16_BITS
     by_index = bits_per_value * n / (_BF16_BITS + _INDEX_BITS)

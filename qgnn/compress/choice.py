@@ -60,7 +60,8 @@ class Formats:
         if self._block_rows is not None:
             columns = values.shape[-1]
             num_values = self._block_rows * (blocks.columns(columns) or columns)
-            blocks = replace(blocks, block_size=min(-(-num_values // 8) * 8, MAX_BLOCK_SIZE))  # whole bytes of any width
+            whole = -(-num_values // 8) * 8  # bytes in any width
+            blocks = replace(blocks, block_size=min(whole, MAX_BLOCK_SIZE))
         if self._budget is not None:
             self._adaptive, blocks = key, self._budget.choose(key, blocks)
         if self._block_sizes is not None and blocks.projection is None:  # a projection mixes values to normal ones

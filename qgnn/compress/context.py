@@ -89,8 +89,8 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
             projected, which are as good as normal).
         projection: Ratio of a random projection of the columns of operands of dense products, or ``None``.
         bins: ``"uniform"``, or ``"optimal"``: bins that minimize the variance.
-        block_rows: Rows that share an offset and a step, in place of ``block_size``: of what is coded, projected (G / R' of
-            the papers) or not. EXACT has one.
+        block_rows: Rows that share an offset and a step, in place of ``block_size``: of what is coded, projected (the
+            papers' G / R') or not. EXACT has one.
         seed: Seed of all rounding; the same one gives the same codes in the same order of functions. ``None`` takes one
             from torch's generator, whose masks of the block's dropout stay what they would be without the block.
         metadata_dtype: Type of offsets and steps.
