@@ -1,7 +1,7 @@
 """The problem of activation compression: a step of PyG's own GraphSAGE, three layers with batch norm, ReLU and dropout
 on the shape of ogbn-arxiv, as it is, under checkpoints and in codes of a few bits, and with layers of ours.
 
-It is the model of EXACT and of its block-wise successor (arXiv:2309.11856), whose bytes are in ``PUBLISHED_MIB``.
+It is the model of EXACT and of its block-wise successor (arXiv:2309.11856), whose bytes :mod:`bench.compression` has.
 """
 
 import gc
@@ -26,6 +26,7 @@ from qgnn.bins import best_block_size, optimal_bins, predicted_variance
 from qgnn.cli.measure import MIB, storages_of
 from qgnn.compress import Report
 
+from ..compression import PUBLISHED_MIB
 from ..harness import Provider, UnavailableError, Work
 from .inputs import INT8, Setting, adjacency, graph, graph_name
 from .layer import BF16_COUNTS
@@ -35,8 +36,6 @@ CHANNELS, NUM_LAYERS, DROPOUT = 128, 3, 0.5
 NUM_SEEDS = 8  # of the gradient's variance
 QUICK_SEEDS = 3
 
-# MiB by rows of a block: of two 16-wide operands a layer, two 128-wide inputs of batch norm, and bits for the rest.
-PUBLISHED_MIB = {1: 30.47, 2: 27.89, 4: 26.60, 8: 25.95, 16: 25.72, 32: 25.60, 64: 25.56}
 PUBLISHED_OPS = ("linear", "sparse_mm", "batch_norm", "relu", "dropout")
 
 RP8: dict[str, Any] = {"bits": 2, "projection": 8}
