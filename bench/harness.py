@@ -9,7 +9,7 @@ import gc
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -35,20 +35,21 @@ class Work:
         run: The timed call.
         check: The same work from the same state, returning what the gate compares; ``None``: the result of ``run``.
         forward: One forward pass, to count what it keeps for the backward pass, or ``None``.
-        kept: Counts these bytes in place of :func:`saved_bytes`, where hooks stand between it and what is kept.
+        kept: The tensors that are kept from call to call, or for the backward pass where hooks hide them from
+            ``forward``; or ``None``.
         metrics: What else is measured, by name.
     """
 
     run: Callable[[], object]
     check: Callable[[], Sequence[Tensor]] | None = None
     forward: Callable[[], object] | None = None
-    kept: Callable[[], int] | None = None
+    kept: Callable[[], Iterable[Tensor]] | None = None
     metrics: Callable[[], Mapping[str, float]] | None = None
 
     def kept_mib(self) -> float | None:
-        """MiB kept for the backward pass, or ``None`` if they are not counted."""
+        """MiB that are kept, or ``None`` if they are not counted."""
         if self.kept is not None:
-            return self.kept() / MIB
+            return storage_mib(self.kept())
         return None if self.forward is None else saved_bytes(self.forward) / MIB
 
 
@@ -204,6 +205,20 @@ def saved_bytes(forward: Callable[[], object]) -> int:
     with saved.count():
         forward()
     return round(saved.mib * MIB)
+
+
+def storage_mib(tensors: Iterable[Tensor]) -> float:
+    """What the distinct storages of tensors occupy; one of a subclass is the tensors that it is made of."""
+    storages = {}
+    waiting = list(tensors)
+    while waiting:
+        tensor = waiting.pop()
+        if hasattr(tensor, "__tensor_flatten__"):
+            waiting += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        else:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values()) / MIB
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from qgnn.formats import Int
+from qgnn.formats import Blocks, Int
 
 GRANULARITIES = ("row", "tensor", "block")
 ROUNDINGS = ("stochastic", "nearest")
@@ -23,7 +23,11 @@ class QConfig:
         rounding: ``"stochastic"`` (unbiased, drawn anew each call) or ``"nearest"``. Layers in eval mode round to
             nearest, so that inference is deterministic.
         fmt: A number format from :mod:`qgnn.formats`; ``None`` means ``Int(bits)``.
-        save: What is kept for the backward pass: ``"int8"`` codes, or ``"fp32"`` for the operands themselves.
+        save: What is kept for the backward pass: ``"int8"`` codes, ``"fp32"`` for the operands themselves, or
+            :class:`qgnn.formats.Blocks` for packed codes of the rows of products, or of their random projection. They
+            are rounded at random whatever ``rounding`` says, and the forward pass is that of ``"int8"``. Constants keep
+            the codes that they have; so do rows for the gradient of edge weights, of
+            :func:`qgnn.functional.sddmm` and of attention. Sums with constant weights keep nothing.
         keep_fp32: Names of submodules that a model conversion leaves in full precision.
         block_size: Columns of a block with ``granularity="block"``.
 
@@ -39,7 +43,7 @@ class QConfig:
     granularity: str = "row"
     rounding: str = "stochastic"
     fmt: Int | None = None
-    save: str = "int8"
+    save: str | Blocks = "int8"
     keep_fp32: tuple[str, ...] = ()
     block_size: int = field(default=128, kw_only=True)
 
@@ -56,9 +60,12 @@ class QConfig:
             raise ValueError(f"'QConfig' got bits={self.bits} and fmt={self.fmt!r}; give one of them")
         else:
             object.__setattr__(self, "bits", self.fmt.bits)
-        for name, choices in (("granularity", GRANULARITIES), ("rounding", ROUNDINGS), ("save", SAVES)):
+        for name, choices in (("granularity", GRANULARITIES), ("rounding", ROUNDINGS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"'QConfig' expects '{name}' to be one of {choices} (got {getattr(self, name)!r})")
+        if not isinstance(self.save, Blocks) and self.save not in SAVES:
+            error = ValueError if isinstance(self.save, str) else TypeError
+            raise error(f"'QConfig' expects 'save' to be one of {SAVES} or qgnn.formats.Blocks (got {self.save!r})")
         if not isinstance(self.keep_fp32, (tuple, list)) or not all(isinstance(name, str) for name in self.keep_fp32):
             raise TypeError(f"'QConfig' expects 'keep_fp32' to be a tuple of module names (got {self.keep_fp32!r})")
         object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
@@ -68,6 +75,11 @@ class QConfig:
             raise ValueError(
                 f"'QConfig' expects 'block_size' to be a power of two from 2 to 65536 (got {self.block_size})"
             )
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether codes are what is kept, one way or another, and not the operands themselves."""
+        return isinstance(self.save, Blocks) or self.save == "int8"
 
     @property
     def stochastic(self) -> bool:

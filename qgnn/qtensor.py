@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ class QTensor:
         block_size: Columns of a block, for scales of blocks.
         dtype: The floating type that was quantized, and that :meth:`dequantize` returns.
         origin: The tensor that was quantized, where it needs a gradient; ``None`` for constants.
+        packed: The :class:`qgnn.ops.Packed` rows that products keep in place of the codes, the same for all of them;
+            ``None``: each its own, if any.
     """
 
     codes: Tensor
@@ -31,6 +34,7 @@ class QTensor:
     block_size: int | None = None
     dtype: torch.dtype = torch.float32
     origin: Tensor | None = None
+    packed: Any = None
 
     @property
     def shape(self) -> torch.Size:
@@ -49,7 +53,7 @@ class QTensor:
 
         codes = self.codes.unbind()
         rows = zip(codes, *map(parts, (self.scale, self.zero, self.origin)), strict=True)
-        return tuple(replace(self, codes=c, scale=s, zero=z, origin=o) for c, s, z, o in rows)
+        return tuple(replace(self, codes=c, scale=s, zero=z, origin=o, packed=None) for c, s, z, o in rows)
 
     @property
     def nbytes(self) -> int:

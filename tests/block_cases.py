@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qgnn import rng
+from statistics_checks import EPS
 
 BITS = (1, 2, 4, 8)
 METADATA = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,6 +29,18 @@ def codes_of(packed: Tensor, bits: int) -> Tensor:
         for row in packed.tolist()
     ]
     return torch.tensor(codes, dtype=torch.int64).view(len(codes), run * 8 // bits)
+
+
+def error_bound(low: Tensor, step: Tensor, bits: int, nearest: bool) -> Tensor:
+    """Largest error of a value after packing and unpacking, one a block.
+
+    One step, or half of one to nearest; the truncation to 2**-16 of a step; and on up to qmax steps the numerator
+    (2**-22) and six fp32 roundings (1 / qmax, the step, the difference, the quotient, the product, the decoded one).
+    The decoded sum rounds once more, relative to the value. Ranges up to 1e-30 count as zero.
+    """
+    qmax, low, step = 2**bits - 1, low.double(), step.double()
+    steps = (0.5 if nearest else 1.0) + 2.0**-16 + qmax * (2.0**-22 + 6 * EPS)
+    return step * steps + EPS * (low.abs() + (qmax + 1) * step) + 1e-30
 
 
 # Edges of bins of very different widths, the smallest one that there may be among them.

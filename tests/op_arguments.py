@@ -56,7 +56,11 @@ def arguments_of(name: str) -> dict[str, Any]:
     rows, kept = {"x": torch.randn(S, F), "x_scale": None}, {"x": codes(S, F), "x_scale": torch.rand(S)}
     needs_edges = {"needs_dattr": True, "needs_dweight": True}
     both = {"needs_dx": True, "needs_dweight": True}
-    epilogue = {"relu": True, "threshold": 9, "dropout_seed": torch.tensor([2]), "keep_mask": True, "x_float": None}
+    epilogue = {"relu": True, "threshold": 9, "dropout_seed": torch.tensor([2]), "keep_mask": True}
+    blocks = {"packed": torch.ones(2, 4, dtype=torch.uint8), "low": torch.rand(2), "step": torch.rand(2).bfloat16()}
+    blocks |= {"edges": torch.tensor([0, 1.25, 1.75, 3]), "packed_seed": torch.tensor([3])}
+    packed = {**blocks, "packed_bits": 2, "projection": 4}
+    product = {**epilogue, **packed, "x_float": None}
     no_relu = {name: epilogue[name] for name in ("threshold", "dropout_seed")}
     behind = {"mask": torch.zeros(T, 1, dtype=torch.uint8), "threshold": 9, "needs_db": True}
     csr = {"indptr": GRAPH.csr.indptr.clone(), "index": GRAPH.csr.index.clone()}
@@ -72,16 +76,16 @@ def arguments_of(name: str) -> dict[str, Any]:
         "quantize": lambda: {"x": torch.randn(S, F), **rounding(), "block_size": 4},
         "matmul": lambda: {
             **{**rows, "weight": torch.randn(H, F), "bias": torch.randn(H)},
-            **{**rounding(), "keep_codes": True, **epilogue},
+            **{**rounding(), "keep_codes": True, **product},
         },
         "matmul_backward": lambda: {
             **{"grad": torch.randn(S, H), **kept, "weight": torch.randn(H, F)},
-            **{**rounding(), "needs_dx": True, "needs_dw": True, **behind},
+            **{**rounding(), "needs_dx": True, "needs_dw": True, **behind, **packed},
             "mask": torch.zeros(S, 1, dtype=torch.uint8),
         },
         "spmm": lambda: {
             **{**rows, **weights(), "bias": torch.rand(F), **both_orders(), **rounding(), "keep_codes": True},
-            **epilogue,
+            **{**epilogue, "x_float": None},
         },
         "spmm_backward": lambda: {
             "grad": torch.randn(T, F),
@@ -141,12 +145,12 @@ def arguments_of(name: str) -> dict[str, Any]:
         },
         "graph_linear": lambda: {
             **{**rows, "weight": torch.randn(H, F), "bias": torch.randn(H), **weights("edge_")},
-            **{**both_orders(), **rounding(), "keep_codes": True, "keep_hidden": True, **epilogue},
+            **{**both_orders(), **rounding(), "keep_codes": True, "keep_hidden": True, **product},
         },
         "graph_linear_backward": lambda: {
             **{"grad": torch.randn(T, H), **kept, "weight": torch.randn(H, F), "hidden": codes(S, H)},
             **{"hidden_scale": torch.rand(S), **weights("edge_"), **both_orders(), **rounding()},
-            **{"needs_dx": True, "needs_dw": True, "needs_dedge": True, **behind},
+            **{"needs_dx": True, "needs_dw": True, "needs_dedge": True, **behind, **packed},
         },
         "incidence_sum": lambda: {
             **{"edge_x": torch.randn(E, F), "indptr": csr["indptr"], "order": GRAPH.csr.order.clone()},

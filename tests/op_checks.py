@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from dense import assert_within
-from qgnn import Graph
+from qgnn import Graph, ops
 from statistics_checks import z_limit
 
-PLAIN = (False, 0, None, False, None)  # an operator's last arguments: no ReLU, no dropout, codes without origin
+NO_EPILOGUE = (False, 0, None, False)
+PLAIN = (*NO_EPILOGUE, None)  # an operator's last arguments: no ReLU, no dropout, codes without origin
+PLAIN_PRODUCT = (*NO_EPILOGUE, *ops.Packed(), None)  # the same of products: nothing is packed
 
 BASIC = ("test_schema", "test_faketensor", "test_autograd_registration")
 

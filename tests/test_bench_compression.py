@@ -127,11 +127,20 @@ def test_codecs_keep_as_much_as_they_may() -> None:
 
 def test_a_codec_stands_for_operands_of_products_alone() -> None:
     x, w = torch.randn(100, 32), torch.randn(16, 32, requires_grad=True)
-    hidden = (x.requires_grad_() * 1).relu()
-    with rivals.operands_in(lambda t: rivals.Coded(7, lambda: torch.zeros_like(t))) as sizes:
+    hidden, mean = (x.requires_grad_() * 1).relu(), torch.ones(64, 100) @ x.detach()
+
+    def codec(t: Tensor) -> Any:
+        torch.rand(3)
+        return rivals.Coded(7, lambda: torch.zeros_like(t))
+
+    torch.manual_seed(0)
+    with rivals.operands_in(codec, x) as sizes:
         loss = F.linear(hidden, w).tanh().sum() + hidden.square().sum()
+        F.linear(mean, w), F.linear(x.detach(), w)
+    after = torch.rand(())
+    assert torch.equal(after, (torch.manual_seed(0), torch.rand(()))[1])
     found = torch.autograd.grad(loss, (w, x), retain_graph=True)
-    assert sizes == [7]
+    assert sizes == [7, 7]
     assert not found[0].any()
     exact = torch.autograd.grad(F.linear(hidden, w).tanh().sum() + hidden.square().sum(), x)
     assert torch.equal(found[1], exact[0])

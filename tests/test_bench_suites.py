@@ -4,6 +4,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ harness = importlib.import_module("bench.harness")
 inputs = importlib.import_module("bench.suites.inputs")
 layer = importlib.import_module("bench.suites.layer")
 main = importlib.import_module("bench.__main__")
+optimizer = importlib.import_module("bench.suites.optimizer")
 pieces = importlib.import_module("bench.suites.pieces")
 provenance = importlib.import_module("qgnn.cli.provenance")
 records = importlib.import_module("bench.records")
@@ -137,8 +139,35 @@ def test_metrics_tell_normal_values_from_others(monkeypatch: pytest.MonkeyPatch)
     for name in ("normal", "projected"):
         assert found[name]["gain"] == pytest.approx(found[name]["predicted_gain"], abs=0.05)
         assert found[name]["optimal_ratio"] == pytest.approx(1, abs=0.05)
-    assert found["relu"]["gain"] < 0
+    assert found["relu"]["gain"] < 0 < found["relu"]["optimal_ratio"] - found["relu"]["uniform_ratio"]
     assert found["relu"]["q50_off"] < -0.4
+
+
+def test_updates_of_an_optimizer_are_held_to_those_of_adamw() -> None:
+    problem = optimizer.Updates("small", [(30, 20), (20,)], QUICK)
+    exact = problem.updates(torch.optim.AdamW, torch.float64)
+    assert harness.relative_error(problem.updates(torch.optim.AdamW), exact) <= optimizer.TOLERANCE["fp32"]
+    for wrong in (torch.optim.SGD, partial(torch.optim.AdamW, betas=(0.8, 0.999)), partial(torch.optim.AdamW, eps=0.1)):
+        assert harness.relative_error(problem.updates(wrong), exact) > optimizer.TOLERANCE["int8"]
+
+
+def test_the_bytes_of_a_state_are_those_of_distinct_storages() -> None:
+    work = optimizer.Updates("small", [(30, 20), (20,)], QUICK).work(lambda: torch.optim.AdamW)
+    work.run()
+    assert harness.storage_mib(work.kept()) == (2 * 620 + 2) * 4 / 2**20  # two moments, and the number of steps
+    t = torch.ones(6)
+    assert harness.storage_mib([t, t[1:], t.view(2, 3)]) == 24 / 2**20
+
+
+def test_sums_of_gradients_are_those_of_the_loss_of_all_nodes() -> None:
+    """The mean over parts of equal size, and the bytes of a quarter and of an eighth."""
+    problem = optimizer.Sums("cora", "gcn", 0, QUICK)
+    exact = problem.sums(torch.float64)
+    work = problem.coded(optimizer.Blocks(8, 64))
+    assert harness.relative_error(work.check(), exact) < 0.05
+    values = sum(t.numel() for t in exact)
+    assert harness.storage_mib(work.kept()) < 0.3 * 4 * values / 2**20
+    assert harness.relative_error([2 * t for t in exact], exact) > 0.75
 
 
 def test_data_that_is_not_there_leaves_no_record(

@@ -9,7 +9,7 @@ import pytest
 
 from qgnn import QConfig
 from qgnn.config import check_config, check_product_config
-from qgnn.formats import Int
+from qgnn.formats import Blocks, Int
 
 
 def test_defaults() -> None:
@@ -46,6 +46,17 @@ def test_config_survives_copies() -> None:
     assert eval(repr(config), {"QConfig": QConfig}) == config
 
 
+def test_blocks_are_kept_by_a_config_as_by_value() -> None:
+    config = QConfig(save=Blocks(2, 64, projection=8))
+    assert config == QConfig(save=Blocks(2, 64, projection=8))
+    assert len({config, QConfig(save=Blocks(2, 64, projection=8)), QConfig(save=Blocks(2, 64)), QConfig()}) == 3
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
+    assert "save=Blocks(bits=2, block_size=64, projection=8" in repr(config)
+    assert config.keeps_codes
+    assert QConfig().keeps_codes
+    assert not QConfig(save="fp32").keeps_codes
+
+
 def test_keep_fp32_becomes_a_tuple() -> None:
     assert QConfig(keep_fp32=["conv1", "head"]).keep_fp32 == ("conv1", "head")
     assert hash(QConfig(keep_fp32=["conv1"])) == hash(QConfig(keep_fp32=("conv1",)))
@@ -72,7 +83,10 @@ def test_a_format_gives_its_width(bits: int) -> None:
         ({"granularity": "column"}, ValueError, r"'granularity' to be one of \('row', 'tensor', 'block'\) \(got 'col"),
         ({"granularity": None}, ValueError, r"'granularity' to be one of .*\(got None\)"),
         ({"rounding": "up"}, ValueError, r"'rounding' to be one of \('stochastic', 'nearest'\) \(got 'up'\)"),
-        ({"save": "fp16"}, ValueError, r"'save' to be one of \('int8', 'fp32'\) \(got 'fp16'\)"),
+        ({"save": "fp16"}, ValueError, r"'save' to be one of \('int8', 'fp32'\) or qgnn.formats.Blocks \(got 'fp16'\)"),
+        ({"save": Int(4)}, TypeError, r"'save' to be one of \('int8', 'fp32'\) or qgnn.formats.Blocks \(got Int\("),
+        ({"save": Blocks}, TypeError, r"'QConfig' expects 'save' to be one of .* \(got <class 'qgnn.formats.Blocks'>"),
+        ({"save": None}, TypeError, r"'QConfig' expects 'save' to be one of .* \(got None\)"),
         ({"keep_fp32": "conv1"}, TypeError, r"'keep_fp32' to be a tuple of module names \(got 'conv1'\)"),
         ({"keep_fp32": (1, 2)}, TypeError, r"'keep_fp32' to be a tuple of module names \(got \(1, 2\)\)"),
         ({"keep_fp32": 3}, TypeError, r"'keep_fp32' to be a tuple of module names \(got 3\)"),

@@ -1,11 +1,12 @@
-"""``formats.Int``: round trips, dimensions, types, empty tensors, bad input."""
+"""``formats.Int``: round trips, dimensions, types, empty tensors, bad input; and the fields of ``formats.Blocks``."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from qgnn.formats import Int
+from qgnn.formats import Blocks, Int
 from statistics_checks import EPS, nearest_bound
 
 BITS = range(2, 9)
@@ -132,3 +133,62 @@ def test_int_encode_rejects() -> None:
         Int().encode(torch.tensor(1.0))
     with pytest.raises(IndexError, match="out of range"):
         Int().encode(torch.ones(3, 4), dim=2)
+
+
+# --- Blocks
+
+
+def test_blocks_is_a_frozen_value() -> None:
+    assert Blocks() == Blocks(bits=2, block_size=None, projection=None, bins="uniform", metadata_dtype=torch.bfloat16)
+    assert len({Blocks(), Blocks(2), Blocks(4), Blocks(2, 16), Blocks(2, 16, 8), Blocks(2, bins="optimal")}) == 5
+    with pytest.raises(AttributeError):
+        Blocks().bits = 4
+
+
+@pytest.mark.parametrize(
+    ("blocks", "name", "bits_per_value"),
+    [
+        (Blocks(8), "int8", 8.0),
+        (Blocks(1, 8), "int1/G8", 1 + 32 / 8),
+        (Blocks(2, 1024, metadata_dtype=torch.float32), "int2/G1024", 2 + 64 / 1024),
+        (Blocks(2, 16, 8), "int2-rp8/G16", (2 + 32 / 16) / 8),
+        (Blocks(4, projection=4, bins="optimal"), "int4-rp4-vm", 4 / 4),
+        (Blocks(2, 65536, bins="optimal", metadata_dtype=torch.float16), "int2-vm/G65536", 2 + 32 / 65536),
+    ],
+    ids=str,
+)
+def test_blocks_names_and_bits(blocks: Blocks, name: str, bits_per_value: float) -> None:
+    assert str(blocks) == name
+    assert blocks.bits_per_value == bits_per_value
+
+
+@pytest.mark.parametrize(
+    ("projection", "num_columns", "columns"),
+    [(None, 128, 0), (8, 128, 16), (8, 100, 12), (8, 3, 1), (8, 1, 0), (8, 0, 0), (2, 3, 2), (2, 1_000_000, 65535)],
+)
+def test_blocks_columns_of_a_projection(projection: int | None, num_columns: int, columns: int) -> None:
+    assert Blocks(projection=projection).columns(num_columns) == columns
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"bits": 3}, ValueError, r"'Blocks' expects 'bits' to be one of \(1, 2, 4, 8\) \(got 3\)"),
+        ({"bits": True}, TypeError, r"'Blocks' expects 'bits' to be an int \(got True\)"),
+        ({"bits": None}, TypeError, r"'bits' to be an int \(got None\)"),
+        ({"bits": 2.0}, TypeError, r"'bits' to be an int \(got 2.0\)"),
+        ({"block_size": "16"}, TypeError, r"'block_size' to be an int \(got '16'\)"),
+        ({"block_size": 0}, ValueError, r"'block_size' to be a multiple of 4 up to 65536, for whole bytes of 2-bit"),
+        ({"block_size": 6}, ValueError, r"\(got 6\)"),
+        ({"bits": 8, "block_size": 65537}, ValueError, r"a multiple of 1 up to 65536.*\(got 65537\)"),
+        ({"projection": 1}, ValueError, r"'projection' to be a ratio of at least 2, or None \(got 1\)"),
+        ({"projection": 8.0}, TypeError, r"'projection' to be an int \(got 8.0\)"),
+        ({"bins": "normal"}, ValueError, r"'bins' to be one of \('uniform', 'optimal'\) \(got 'normal'\)"),
+        ({"bins": "optimal", "bits": 1}, ValueError, r"bins='uniform' for 1-bit codes \(got 'optimal'\)"),
+        ({"bins": "optimal", "bits": 8}, ValueError, r"bins='uniform' for 8-bit codes"),
+        ({"metadata_dtype": torch.float64}, TypeError, r"torch.bfloat16 or torch.float16 \(got torch.float64\)"),
+    ],
+)
+def test_blocks_rejects(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Blocks(**fields)

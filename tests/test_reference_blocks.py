@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from block_cases import ANY_FLOAT, BITS, METADATA, SEEDS, assert_same, codes_of
+from block_cases import ANY_FLOAT, BITS, METADATA, SEEDS, assert_same, codes_of, error_bound
 from qgnn import rng
 from qgnn.formats import Int
 from qgnn.reference import blocks_pack, blocks_unpack
@@ -119,18 +119,6 @@ def test_blocks_of_fp32_are_the_asymmetric_format(bits: int, seed: int | None) -
 
 
 # --- error and bias
-
-
-def error_bound(low: Tensor, step: Tensor, bits: int, nearest: bool) -> Tensor:
-    """Largest error of a value after packing and unpacking, one a block.
-
-    One step, or half of one to nearest; the truncation to 2**-16 of a step; and on up to qmax steps the numerator
-    (2**-22) and six fp32 roundings (1 / qmax, the step, the difference, the quotient, the product, the decoded one).
-    The decoded sum rounds once more, relative to the value. Ranges up to 1e-30 count as zero.
-    """
-    qmax, low, step = 2**bits - 1, low.double(), step.double()
-    steps = (0.5 if nearest else 1.0) + 2.0**-16 + qmax * (2.0**-22 + 6 * EPS)
-    return step * steps + EPS * (low.abs() + (qmax + 1) * step) + 1e-30
 
 
 @given(st.data(), st.sampled_from(BITS), st.sampled_from(METADATA), SEEDS)

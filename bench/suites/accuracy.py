@@ -135,12 +135,21 @@ class Problem:
             return edge_index
         return adjacency(edge_index, torch.ones(edge_index.shape[1], device=edge_index.device), len(self.data.x))
 
-    def train(self, model: torch.nn.Module, edges: Tensor) -> tuple[float, list[float]]:
-        """Test accuracy at the best validation epoch, and the times of the steps."""
-        clock, step = make_clock(self.setting.device), self.step(model, edges)
+    def adam(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=self.recipe.lr, weight_decay=WEIGHT_DECAY)
+
+    def train(
+        self,
+        model: torch.nn.Module,
+        edges: Tensor,
+        optimizer: torch.optim.Optimizer | None = None,
+        num_epochs: int = NUM_EPOCHS,
+    ) -> tuple[float, list[float]]:
+        """Test accuracy at the best validation epoch, and the times of the steps; with Adam unless told otherwise."""
+        clock, step = make_clock(self.setting.device), self.step(model, edges, optimizer)
         times_ms = []
         best_val_acc, test_acc = -1.0, 0.0
-        for epoch in range(1, 1 + (QUICK_EPOCHS if self.setting.quick else NUM_EPOCHS)):
+        for epoch in range(1, 1 + (QUICK_EPOCHS if self.setting.quick else num_epochs)):
             model.train()
             times_ms.append(clock.time(step))
             if epoch % EVAL_EVERY == 0:
@@ -149,16 +158,17 @@ class Problem:
                     best_val_acc, test_acc = val_acc, test_acc_now
         return test_acc, times_ms
 
-    def step(self, model: torch.nn.Module, edges: Tensor) -> Callable[[], None]:
-        """A training step."""
-        data = self.data
-        optimizer = torch.optim.Adam(model.parameters(), lr=self.recipe.lr, weight_decay=WEIGHT_DECAY)
+    def step(
+        self, model: torch.nn.Module, edges: Tensor, optimizer: torch.optim.Optimizer | None = None
+    ) -> Callable[[], None]:
+        """A training step, with Adam unless told otherwise."""
+        data, updates = self.data, optimizer or self.adam(model)
 
         def step() -> None:
-            optimizer.zero_grad()
+            updates.zero_grad()
             out = model(data.x, edges)
             F.cross_entropy(out[data.train_mask], data.y[data.train_mask]).backward()
-            optimizer.step()
+            updates.step()
 
         return step
 

@@ -179,7 +179,7 @@ class Problem(accuracy.Problem):
             found.append(x)
             return rivals.Coded(x.nbytes, lambda: x)
 
-        with rivals.operands_in(codec):
+        with rivals.operands_in(codec, self.data.x):
             self.trained[0](self.data.x, self.trained[1])
         return max(found, key=Tensor.numel)
 
@@ -229,7 +229,7 @@ class Problem(accuracy.Problem):
         def coded(x: Tensor) -> rivals.Coded:
             return codec(x, 8 * compress(x, **how).nbytes / x.numel())
 
-        found = self.passes(lambda _: rivals.operands_in(coded), lambda sizes: sum(sizes) / MIB)
+        found = self.passes(lambda _: rivals.operands_in(coded, self.data.x), lambda sizes: sum(sizes) / MIB)
         return self._measured(found)
 
     def measure_checkpoint(self) -> Measured:

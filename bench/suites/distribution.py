@@ -33,7 +33,7 @@ BITS = 2
 BLOCKS = (16, 64, 256, 2048)
 RATIO = 8  # columns of a matrix for each of its projection
 NUM_STEPS = 5
-NUM_PIECES, PIECE_ROWS = 4, 2048  # consecutive rows of an activation that are looked at
+NUM_PIECES, PIECE_ROWS = 4, 1024  # consecutive rows of an activation that are looked at
 NUM_SEEDS = 3
 
 # Bound on the relative error of the variance, of 40,000 squares and three seeds or more. Squares have a deviation of

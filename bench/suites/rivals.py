@@ -72,18 +72,20 @@ class _Products(TorchFunctionMode):
 
 
 @contextmanager
-def operands_in(codec: Codec, min_size: int = 1024) -> Iterator[list[int]]:
+def operands_in(codec: Codec, features: Tensor, min_size: int = 1024) -> Iterator[list[int]]:
     """Keep the operands of ``linear`` as a codec does; yields the bytes of each, as its format has them.
 
-    Parameters and constant features are left alone: they are kept anyway.
+    Parameters and the constant features are left alone: they are kept anyway.
     """
     sizes: list[int] = []
     products = _Products()
 
     def pack(t: Tensor) -> Any:
-        if not products.running or t.is_leaf or not t.is_floating_point() or t.numel() < min_size:
+        lives_anyway = (t.is_leaf and t.requires_grad) or t.data_ptr() == features.data_ptr()
+        if not products.running or lives_anyway or t.numel() < min_size:
             return t.detach()  # the tensor itself would keep its own graph alive
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        # What a codec draws must not change dropout's masks.
+        with torch.no_grad(), torch._C.DisableTorchFunction(), torch.random.fork_rng():
             coded = codec(t.detach())
         sizes.append(coded.num_bytes)
         return coded.restore

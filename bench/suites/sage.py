@@ -25,6 +25,7 @@ from qgnn import QConfig, compress_activations
 from qgnn.bins import best_block_size, optimal_bins, predicted_variance
 from qgnn.cli.measure import MIB, storages_of
 from qgnn.compress import Report
+from qgnn.formats import Blocks
 
 from ..compression import PUBLISHED_MIB
 from ..harness import Provider, UnavailableError, Work
@@ -54,6 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 COMPARED = ("int2-rp8 rows1", "rp4 20 MB redrawn")  # over more seeds: the published format, and ours of fewer bytes
 COO = ("int2-rp8 rows1", "int2-rp8-vm", "int1-rp4 G192 redrawn")  # the others keep as much in PyG's slowest path
+SAVED = {"int2": Blocks(2), "int2-rp8": Blocks(2, projection=8)}
 OVER_LAYERS: dict[str, Any] = {"bits": 2, "redraw_dropout": True}
 
 
@@ -144,20 +146,18 @@ def same_masks(model: GraphSAGE) -> GraphSAGE:
     return model
 
 
-def made_bytes(forward: Callable[[], Any]) -> int:
-    """Bytes that are alive after a forward pass and were not before, its results left out: what it keeps, whatever
-    stands for a tensor."""
+def made(forward: Callable[[], Any]) -> list[Tensor]:
+    """Tensors that live after a forward pass and did not before, its results left out: what it keeps, whatever stands
+    for a tensor."""
 
-    def storages() -> dict[int, torch.UntypedStorage]:
-        tensors = (t for t in gc.get_objects() if type(t) in (Tensor, torch.nn.Parameter))
-        return {s.data_ptr(): s for t in tensors for s in storages_of(t)}
+    def alive() -> list[Tensor]:
+        gc.collect()
+        return [t for t in gc.get_objects() if type(t) in (Tensor, torch.nn.Parameter)]
 
-    gc.collect()
-    before = storages()
+    before = alive()
     results = forward()
-    gc.collect()
-    excluded = before.keys() | {s.data_ptr() for t in results for s in storages_of(t)}
-    return sum(s.nbytes() for pointer, s in storages().items() if pointer not in excluded)
+    excluded = {s.data_ptr() for t in (*before, *results) for s in storages_of(t)}
+    return [t for t in alive() if all(s.data_ptr() not in excluded for s in storages_of(t))]
 
 
 class Problem:
@@ -285,7 +285,7 @@ class Problem:
                 self.loss(model(self.x, given))
             return {**bytes_of(report), **variance.metrics()}
 
-        return replace(work, check=variance.check, kept=partial(made_bytes, forward), metrics=metrics)
+        return replace(work, check=variance.check, kept=partial(made, forward), metrics=metrics)
 
     def layers(self, config: QConfig) -> Work:
         """Layers of ours alone."""
@@ -311,8 +311,14 @@ class Problem:
                     setup = partial(self.compressed, how, edges, seeds=seeds)
                     yield Provider(f"qgnn pyg {form} {name}", setup, along_tolerance(**how))
         yield Provider("qgnn layers int8", partial(self.layers, INT8), int8)
-        setup = partial(self.compressed, OVER_LAYERS, coo, INT8)
-        yield Provider("qgnn layers int8, int2 redrawn", setup, int8 + along_tolerance(**OVER_LAYERS))
+        for name, blocks in SAVED.items():
+            setup = partial(self.layers, QConfig(bits=8, save=blocks))
+            yield Provider(
+                f"qgnn layers int8 keeping {name}", setup, int8 + along_tolerance(blocks.bits, blocks.projection)
+            )
+            both = partial(self.compressed, OVER_LAYERS, coo, QConfig(bits=8, save=blocks))
+            bound = along_tolerance(2, blocks.projection)
+            yield Provider(f"qgnn layers int8 keeping {name}, int2 redrawn", both, int8 + bound)
 
 
 class Variance:

@@ -46,17 +46,23 @@ class Formats:
         self._seen: Counter[tuple[str, str]] = Counter()
         self._adaptive: Key | None = None  # the tensor that was chosen for last, if its width is the budget's
 
-    def choose(self, entry: SavedTensor, values: Tensor, rule: Rule) -> Blocks | None:
-        """The format of one tensor, or ``None`` to keep it."""
+    def excludes(self, entry: SavedTensor) -> bool:
+        """Whether a tensor is to be kept as it is."""
+        return any(self._is_excluded(excluded, entry) for excluded in self._exclude)
+
+    def choose(self, entry: SavedTensor, values: Tensor, rule: Rule) -> Blocks:
+        """The format of one tensor."""
         self._adaptive = None
-        if any(self._is_excluded(excluded, entry) for excluded in self._exclude):
-            return None
         if rule.bits is not None:
             return Blocks(rule.bits, metadata_dtype=self._blocks.metadata_dtype)
         kind = (entry.op, entry.module)
         key = (*kind, self._seen[kind])
         self._seen[kind] += 1
         blocks = self._blocks if rule.projected else replace(self._blocks, projection=None)
+        # Bins that are made for normal values round others more coarsely than equal ones: what is behind a ReLU, by a
+        # quarter in long blocks.
+        if blocks.projection is None and not rule.normal:
+            blocks = replace(blocks, bins="uniform")
         if self._block_rows is not None:
             columns = values.shape[-1]
             num_values = self._block_rows * (blocks.columns(columns) or columns)

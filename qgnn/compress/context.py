@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ContextDecorator, ExitStack
 from typing import Any
 
@@ -19,6 +20,7 @@ from qgnn.compress.policy import argument
 from qgnn.compress.report import Report
 from qgnn.compress.session import Session
 from qgnn.formats import Blocks
+from qgnn.rng import splitmix64
 
 _here = threading.local()
 
@@ -31,9 +33,12 @@ def _open_sessions() -> list[Session]:
     return sessions
 
 
-def _is_innermost(session: Session) -> bool:
-    sessions = _open_sessions()
-    return bool(sessions) and sessions[-1] is session
+@torch.compiler.disable(reason="'compress_activations' is entered outside of compiled functions")
+def _refuse() -> None:
+    raise RuntimeError(
+        "'compress_activations' expects to be entered outside of functions that torch.compile has compiled, which "
+        "decide themselves what they keep; open the block around the call, or use QConfig(save=...) within"
+    )
 
 
 class _Mode(TorchFunctionMode):
@@ -45,7 +50,10 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _is_innermost(self._session):
+        if torch.compiler.is_compiling():  # traced: what a compiled function saves is its own
+            return func(*args, **kwargs)
+        # Under torch.func, arguments stand for others, which are what is saved.
+        if not self._session.is_in_charge() or torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)
         if func is Tensor.backward and self._budget is not None and self._budget.measures:
             gradient = argument(args, kwargs, 1, "gradient")
@@ -79,8 +87,10 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
 
     Blocks may be nested, in which case the innermost one holds, entered again and again, and used in several threads,
     one object in one thread at a time. The backward pass may run inside or outside of the block, more than once.
-    Functions that :func:`torch.compile` has compiled keep what they save as it is; layers of :mod:`qgnn.nn` compress
-    there, too, with ``QConfig(save=...)``. Parts under :func:`torch.utils.checkpoint.checkpoint` keep what it keeps.
+    Functions that :func:`torch.compile` has compiled keep what they save as it is, and open no block; layers of
+    :mod:`qgnn.nn` compress there, too, with ``QConfig(save=...)``. So do parts under :func:`torch.vmap`, under
+    :func:`torch.utils.checkpoint.checkpoint`, and under saved-tensor hooks that are set within the block. A gradient of
+    a gradient is refused where it would go through codes.
 
     Args:
         bits: Width of a code: 1, 2, 4 or 8.
@@ -88,15 +98,18 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
             one for each tensor, by the variance of rounding that its first values have (not of those that are
             projected, which are as good as normal).
         projection: Ratio of a random projection of the columns of operands of dense products, or ``None``.
-        bins: ``"uniform"``, or ``"optimal"``: bins that minimize the variance.
+        bins: ``"uniform"``, or ``"optimal"``: bins that minimize the variance of normal values, for what is projected
+            and for inputs of norms. Other values are rounded more coarsely by them, and keep uniform ones.
         block_rows: Rows that share an offset and a step, in place of ``block_size``: of what is coded, projected (the
             papers' G / R') or not. EXACT has one.
-        seed: Seed of all rounding; the same one gives the same codes in the same order of functions. ``None`` takes one
-            from torch's generator, whose masks of the block's dropout stay what they would be without the block.
+        seed: Seed of all rounding; a new object with the same one gives the same codes in the same order of functions,
+            and goes on from there when it is entered again. ``None`` takes one from torch's generator, which is moved
+            on at the end of the block: masks of the block's dropout stay what they would be without it.
         metadata_dtype: Type of offsets and steps.
         min_size: Tensors of fewer values are kept as they are.
-        exclude: What is kept as it is: names of functions or modules (patterns with ``*``, as the report shows them),
-            modules, predicates of a :class:`SavedTensor`, or several of these.
+        exclude: What torch keeps as it is: names of functions or modules (patterns with ``*``, as the report shows
+            them), modules, predicates of the ``op``, ``module``, ``shape`` and ``dtype`` of a :class:`SavedTensor`, or
+            several of these.
         redraw_dropout: Whether :func:`torch.nn.functional.dropout` draws its masks from a hash, and again in the
             backward pass, so that only a seed is kept. The masks are then others than torch's.
         budget_mib: MiB to keep for the backward pass: widths are chosen tensor by tensor, from 1 to 8 bits, so that the
@@ -109,7 +122,8 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If a number is outside its range; in ``backward()``, if the budget is too small, with the least.
-        RuntimeError: In ``backward()``, if a tensor was written to after it had been saved.
+        RuntimeError: If a block is opened within a compiled function; in the backward pass, if somebody has written to
+            what was saved, as torch does, or with ``create_graph=True``.
 
     Example:
         >>> with qgnn.compress_activations(bits=2, block_size=1024, projection=8) as report:
@@ -154,8 +168,12 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
                 f"(got {budget_mib} and {reestimate_every})"
             )
         self._budget = None if budget_mib is None else Budget(budget_mib, reestimate_every, bits)
-        self._seed, self._min_size, self._redraw_dropout = seed, min_size, redraw_dropout
-        if isinstance(exclude, (str, nn.Module)) or callable(exclude):
+        for name, value in (("seed", 0 if seed is None else seed), ("min_size", min_size)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"'compress_activations' expects '{name}' to be an int (got {value!r})")
+        self._seeds = None if seed is None else itertools.count(splitmix64(seed))
+        self._min_size, self._redraw_dropout = min_size, redraw_dropout
+        if isinstance(exclude, (str, nn.Module)) or callable(exclude) or not isinstance(exclude, Iterable):
             exclude = (exclude,)
         self._exclude = tuple(exclude)
         for rule in self._exclude:
@@ -166,17 +184,18 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         self._open: list[ExitStack] = []
 
     def __enter__(self) -> Report:
-        modules = RunningModules(lambda: _is_innermost(session))
+        if torch.compiler.is_compiling():
+            _refuse()
+        sessions, modules = _open_sessions(), RunningModules()
         chosen = (self._block_sizes, self._budget, self._block_rows)
         formats = Formats(self._blocks, self._exclude, modules.__contains__, *chosen)
-        session = Session(formats, self._first_seed(), self._min_size, modules.name)
+        session = Session(formats, self._seeds_of_block(), self._min_size, modules.name)
         if self._budget is not None:
             self._budget.begin()
         with ExitStack() as stack:
-            sessions = _open_sessions()
             sessions.append(session)
             stack.callback(sessions.remove, session)
-            modules.open()
+            modules.open(session.is_in_charge)
             stack.callback(modules.close)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(session.pack, session.unpack))
             stack.enter_context(_Mode(session, self._redraw_dropout, self._budget))
@@ -185,15 +204,18 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
 
     def __exit__(self, kind: Any, *exception: Any) -> None:
         self._open.pop().close()
-        if self._seed is None:
-            torch.empty((), dtype=torch.int64).random_()  # the next block's seed is another one
+        if self._seeds is None and not _open_sessions():
+            torch.empty((), dtype=torch.int64, device="cpu").random_()  # the next block's seed is another one
         if self._budget is not None and kind is None:
             self._budget.end()
 
-    def _first_seed(self) -> int:
-        """The given seed, or the number that torch's generator would draw next, without drawing it."""
-        if self._seed is not None:
-            return self._seed
-        twin = torch.Generator()
+    def _seeds_of_block(self) -> Iterator[int]:
+        """Seeds from the given one, from those of the block around, or from the number that torch's generator would
+        draw next, without drawing it."""
+        if self._seeds is not None:
+            return self._seeds
+        if _open_sessions():
+            return itertools.count(splitmix64(next(_open_sessions()[-1].seeds)))
+        twin = torch.Generator("cpu")
         twin.set_state(torch.get_rng_state())
-        return int(torch.empty((), dtype=torch.int64).random_(generator=twin))
+        return itertools.count(int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=twin)))

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qgnn.compress.policy import Call, Rule, argument, functions
-from qgnn.compress.session import Op, Session, same_storage, tensors_in
+from qgnn.compress.saved import no_second_derivative
+from qgnn.compress.session import Op, Session, has_columns, same_storage, tensors_in
 from qgnn.functional.activation import activation
 
 # ``None`` leaves the call to torch.
@@ -30,31 +30,33 @@ class _WithDerivative(torch.autograd.Function):
     """A function of single elements, or one with a single result."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, results: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, op: str, results: tuple[Tensor, Tensor]) -> Tensor:
         y, derivative = results
+        ctx.op = op
         ctx.save_for_backward(derivative)
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        no_second_derivative(ctx.op)
         (derivative,) = ctx.saved_tensors
-        return grad * derivative, None
+        return grad * derivative, None, None
 
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, results: tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, op: str, dim: int, results: tuple[Any, ...]) -> Tensor:
         y, *ctx.roundings = results
+        ctx.op = op
         ctx.dim, ctx.dtype = dim, x.dtype
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        no_second_derivative(ctx.op)
         weighted = ctx.roundings[0].values().mul_(grad)
         total = weighted.sum(ctx.dim, keepdim=True)
-        return weighted.sub_(ctx.roundings[1].values().mul_(total)).to(ctx.dtype), None, None
+        return weighted.sub_(ctx.roundings[1].values().mul_(total)).to(ctx.dtype), None, None, None
 
 
 def _writes(args: Call, kwargs: dict[str, Any]) -> bool:
@@ -70,7 +72,7 @@ def _one_bit(op: Op, x: Tensor, original_bytes: int) -> None:
 
 def _relu(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
     x = argument(args, kwargs, 0, "input")
-    if not session.takes(x) or _writes(args, kwargs):
+    if not session.takes(function, x) or _writes(args, kwargs) or not x.is_contiguous():
         return None
     with session.standing_for(function) as op:
         y = activation(x, "relu")
@@ -80,7 +82,7 @@ def _relu(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -
 
 def _leaky_relu(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
     x, slope = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "negative_slope", 0.01)
-    if not session.takes(x) or _writes(args, kwargs):
+    if not session.takes(function, x) or _writes(args, kwargs) or not x.is_contiguous():
         return None
     with session.standing_for(function) as op:
         y = activation(x, "leaky_relu", negative_slope=slope)
@@ -89,23 +91,21 @@ def _leaky_relu(session: Session, function: Any, args: Call, kwargs: dict[str, A
 
 
 def _elementwise(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
-    x = args[0] if args else None
-    if not session.takes(x) or _writes(args, kwargs):
+    if _writes(args, kwargs):
         return None
     return _with_derivative(session, function, args, kwargs, _CODED)
 
 
 def _loss(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
-    others = (*args[1:], *kwargs.values())
-    alone = not any(isinstance(a, Tensor) and a.requires_grad for a in others)
-    summed = kwargs.get("reduction", "mean") != "none" and "none" not in args[1:]
-    if not args or not session.takes(args[0]) or not alone or not summed:
+    if any(t.requires_grad for t in tensors_in((*args[1:], *kwargs.values()))):
         return None
     return _with_derivative(session, function, args, kwargs, _CODED_LOSS)
 
 
-def _with_derivative(session: Session, function: Any, args: Call, kwargs: dict[str, Any], rule: Rule) -> Tensor:
+def _with_derivative(session: Session, function: Any, args: Call, kwargs: dict[str, Any], rule: Rule) -> Tensor | None:
     """The result, with codes of its derivative for the backward pass."""
+    if not args or not session.takes(function, args[0]) or not has_columns(args[0]):
+        return None
     x, *rest = args
     saved: list[Tensor] = []
 
@@ -116,18 +116,23 @@ def _with_derivative(session: Session, function: Any, args: Call, kwargs: dict[s
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
         leaf = x.detach().requires_grad_()
         y = function(leaf, *rest, **kwargs)
+        if y.shape != (x.shape if rule is _CODED else ()):  # a loss for each row
+            return None
         (derivative,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
     given = [x, *tensors_in((*rest, *kwargs.values()))]
-    original = sum(session.original_bytes(t, not any(same_storage(t, a) for a in given)) for t in saved)
+    own = [t for t in saved if not any(same_storage(t, a) for a in given)]
+    if not own and session.lives_anyway(x):
+        return None
+    original = sum(session.original_bytes(t, any(t is o for o in own)) for t in saved)
     with session.standing_for(function, rule) as op:
-        result: Tensor = _WithDerivative.apply(x, (y.detach(), derivative))
+        result: Tensor = _WithDerivative.apply(x, op.name, (y.detach(), derivative))
         op.entries[0].original_bytes = original
     return result
 
 
 def _softmax(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
     x, dim = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "dim")
-    if not session.takes(x) or not isinstance(dim, int):
+    if not session.takes(function, x) or not isinstance(dim, int) or not has_columns(x):
         return None
     with session.standing_for(function) as op, torch.no_grad():
         y = function(*args, **kwargs)
@@ -139,7 +144,7 @@ def _softmax(session: Session, function: Any, args: Call, kwargs: dict[str, Any]
     if blocks is None:
         session.report.by_tensor.remove(entry)
         return None
-    return _Softmax.apply(x, dim, (y, *roundings))
+    return _Softmax.apply(x, op.name, dim, (y, *roundings))
 
 
 def redrawn_dropout(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
@@ -147,7 +152,7 @@ def redrawn_dropout(session: Session, function: Any, args: Call, kwargs: dict[st
     x, probability = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "p", 0.5)
     training = argument(args, kwargs, 2, "training", function is torch.nn.functional.dropout)
     inplace = argument(args, kwargs, 3, "inplace", False)
-    if not session.takes(x) or not training or inplace or not probability:
+    if not session.takes(function, x) or not training or inplace or not probability:
         return None
     mask_bytes = x.numel() * (x.element_size() if x.device.type == "cpu" else 1)  # a factor, or a boolean
     with session.standing_for(function) as op:

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 
+def _nowhere() -> bool:
+    return False
+
+
 class RunningModules:
-    """The modules that run in one thread between :meth:`open` and :meth:`close`, the innermost last.
+    """The modules that run in one thread between :meth:`open` and :meth:`close`, the innermost last."""
 
-    Args:
-        is_here: Whether it is asked from that thread, and for the innermost block.
-    """
-
-    def __init__(self, is_here: Callable[[], bool]) -> None:
-        self._is_here = is_here
+    def __init__(self) -> None:
+        self._is_here = _nowhere
         self._stack: list[nn.Module] = []
-        self._names: dict[int, dict[int, str]] = {}  # of modules, by the outermost one
+        self._names: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, str]] = WeakKeyDictionary()
         self._handles: list[Any] = []
 
-    def open(self) -> None:
-        """Begin to watch."""
+    def open(self, is_here: Callable[[], bool]) -> None:
+        """Begin to watch.
+
+        Args:
+            is_here: Whether it is asked from that thread, and for the innermost block.
+        """
+        self._is_here = is_here
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -33,14 +40,18 @@ class RunningModules:
         """Watch no longer."""
         for handle in self._handles:
             handle.remove()
+        self._is_here = _nowhere  # no cycle with the block, and another thread may be about to ask
         self._stack.clear()
 
+    def _watches(self) -> bool:
+        return not torch.compiler.is_compiling() and self._is_here()
+
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if self._is_here():
+        if self._watches():
             self._stack.append(module)
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        if self._is_here() and self._stack and self._stack[-1] is module:
+        if self._watches() and self._stack and self._stack[-1] is module:
             self._stack.pop()
 
     def __contains__(self, module: nn.Module) -> bool:
@@ -51,7 +62,8 @@ class RunningModules:
         if not self._stack:
             return ""
         outermost, innermost = self._stack[0], self._stack[-1]
-        names = self._names.get(id(outermost))
+        names = self._names.get(outermost)
         if names is None:
-            names = self._names[id(outermost)] = {id(module): name for name, module in outermost.named_modules()}
-        return names.get(id(innermost), type(innermost).__name__)
+            modules = {module: name for name, module in outermost.named_modules()}
+            names = self._names[outermost] = WeakKeyDictionary(modules)
+        return names.get(innermost, type(innermost).__name__)

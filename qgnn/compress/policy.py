@@ -8,6 +8,7 @@ rounding, whose bias is the rounding's variance over the number of values that t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,7 +26,8 @@ class Rule(NamedTuple):
         projected: Whether the columns may be projected: of operands of dense products.
         multiplies: Whether a saved operand serves the gradients of the other operands alone. Its rounding may then be
             shared with other functions, as long as these gradients go to leaves: no gradient is the product of two.
-        exact: Position of an argument that stays as it is.
+        exact: Name of the second argument, if that stays as it is.
+        normal: Whether saved values are as good as normal; those of a projection are, too.
         applies: Whether the rule holds for these arguments; ``None``: for all.
         bits: Width of the codes in place of the usual one.
         indices: Whether saved integers point into an argument's dimensions, so that its sizes bound them.
@@ -34,23 +36,24 @@ class Rule(NamedTuple):
 
     projected: bool = False
     multiplies: bool = False
-    exact: int | None = None
+    exact: str | None = None
+    normal: bool = False
     applies: Callable[[Call, dict[str, Any]], bool] | None = None
     bits: int | None = None
     indices: bool = False
     two_valued: Callable[[Tensor, Call, dict[str, Any]], Tensor] | None = None
 
-    def keeps(self, saved: Tensor, args: Call) -> bool:
-        """Whether ``saved`` is the argument that stays as it is."""
-        if self.exact is None or len(args) <= self.exact or not isinstance(args[self.exact], Tensor):
-            return False
-        return bool(args[self.exact].untyped_storage()._cdata == saved.untyped_storage()._cdata)
+    def exact_argument(self, args: Call, kwargs: dict[str, Any]) -> Any:
+        """The argument that stays as it is."""
+        return None if self.exact is None else argument(args, kwargs, 1, self.exact)
 
 
 def functions(*names: str) -> Iterator[Any]:
     """Whatever torch calls so: functions, methods, and those of ``torch.nn.functional``."""
+    # PyG puts functions of its own in the place of some of torch's, which call those.
+    owners = (torch._C._VariableFunctions, torch, torch.Tensor, F, torch.sparse)
     for name in names:
-        for owner in (torch, torch.Tensor, F, torch.sparse):
+        for owner in owners:
             function = getattr(owner, name, None)
             if function is not None:
                 yield function
@@ -70,10 +73,18 @@ def _positive(saved: Tensor, args: Call, kwargs: dict[str, Any]) -> Tensor:
     return torch.where(saved > 0, 1.0, -1.0)
 
 
+def _range(args: Call, kwargs: dict[str, Any]) -> tuple[float, float]:
+    return argument(args, kwargs, 1, "min_val", -1.0), argument(args, kwargs, 2, "max_val", 1.0)
+
+
+def _is_bounded(args: Call, kwargs: dict[str, Any]) -> bool:
+    return all(map(math.isfinite, _range(args, kwargs)))
+
+
 def _inside(saved: Tensor, args: Call, kwargs: dict[str, Any]) -> Tensor:
-    """Of hardtanh: the middle of its range, or the end of it."""
-    low, high = argument(args, kwargs, 1, "min_val", -1.0), argument(args, kwargs, 2, "max_val", 1.0)
-    return torch.where((saved > low) & (saved < high), (low + high) / 2, float(high))
+    """Of hardtanh: the middle of its range, or a value beyond it, by far more than a rounding."""
+    low, high = _range(args, kwargs)
+    return torch.where((saved > low) & (saved < high), (low + high) / 2, 2 * high - low)
 
 
 def _inside_6(saved: Tensor, args: Call, kwargs: dict[str, Any]) -> Tensor:
@@ -85,6 +96,11 @@ def _noise(saved: Tensor, args: Call, kwargs: dict[str, Any]) -> Tensor:
     return saved.float()
 
 
+def _has_two_operands(args: Call, kwargs: dict[str, Any]) -> bool:
+    """Whether an einsum is one product; of three operands, two may be one tensor, whose rounding would be squared."""
+    return len(args) == 3 or (len(args) == 2 and isinstance(args[1], (tuple, list)) and len(args[1]) <= 2)
+
+
 def _fits_fp32(args: Call, kwargs: dict[str, Any]) -> bool:
     return bool(argument(args, kwargs, 0, "input").dtype != torch.float64)
 
@@ -93,19 +109,21 @@ _PRODUCT = Rule(projected=True, multiplies=True)
 
 RULES: dict[Any, Rule] = {
     **dict.fromkeys(functions("linear", "mm", "matmul", "__matmul__", "__rmatmul__", "addmm", "addmm_"), _PRODUCT),
-    **dict.fromkeys(functions("bmm", "baddbmm", "addbmm", "einsum", "mv", "conv1d", "conv2d"), _PRODUCT),
+    **dict.fromkeys(functions("bmm", "baddbmm", "addbmm", "mv", "conv1d", "conv2d"), _PRODUCT),
+    **dict.fromkeys(functions("einsum"), _PRODUCT._replace(applies=_has_two_operands)),
     **dict.fromkeys(functions("mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply"), Rule(multiplies=True)),
     **dict.fromkeys(functions("square", "exp", "exp_"), Rule()),
     **dict.fromkeys(functions("pow", "__pow__"), Rule(applies=_is_square)),
-    **dict.fromkeys(functions("div", "div_", "__truediv__", "__itruediv__", "true_divide", "divide"), Rule(exact=1)),
-    **dict.fromkeys(functions("batch_norm", "layer_norm", "group_norm", "instance_norm"), Rule()),
+    **dict.fromkeys(functions("div", "div_", "__truediv__", "__itruediv__"), Rule(exact="other")),
+    **dict.fromkeys(functions("true_divide", "divide"), Rule(exact="other")),
+    **dict.fromkeys(functions("batch_norm", "layer_norm", "group_norm", "instance_norm"), Rule(normal=True)),
     **dict.fromkeys(
         functions("index_select", "gather", "scatter", "scatter_add", "scatter_reduce"), Rule(indices=True)
     ),
     **dict.fromkeys(functions("scatter_", "scatter_add_", "scatter_reduce_"), Rule(indices=True)),
     **dict.fromkeys(functions("index_add", "index_add_", "__getitem__", "embedding"), Rule(indices=True)),
     **dict.fromkeys(functions("relu", "relu_", "leaky_relu", "leaky_relu_"), Rule(two_valued=_positive)),
-    **dict.fromkeys(functions("hardtanh", "hardtanh_"), Rule(two_valued=_inside)),
+    **dict.fromkeys(functions("hardtanh", "hardtanh_"), Rule(two_valued=_inside, applies=_is_bounded)),
     **dict.fromkeys(functions("relu6"), Rule(two_valued=_inside_6)),
     **dict.fromkeys(functions("dropout", "dropout_"), Rule(two_valued=_noise, applies=_fits_fp32)),
 }

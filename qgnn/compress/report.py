@@ -30,9 +30,9 @@ class SavedTensor:
     module: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    original_bytes: int
-    saved_bytes: int
-    format: str
+    original_bytes: int = 0
+    saved_bytes: int = 0
+    format: str = ""
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -29,6 +28,19 @@ class Layout(NamedTuple):
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         return dense.permute(inverse).expand(self.shape)
 
+    def extent(self, t: Tensor) -> tuple[tuple[int, int], ...]:
+        """Sizes and strides in the order of memory, which views of the same elements share: transposed ones, expanded
+        ones, and those with dimensions split or joined."""
+        extent: list[tuple[int, int]] = []
+        for dim in self.order:
+            size, stride = t.shape[dim], t.stride(dim)
+            if size == 1 or stride == 0:
+                continue
+            if extent and extent[-1][1] == size * stride:
+                size *= extent.pop()[0]
+            extent.append((size, stride))
+        return tuple(extent)
+
 
 def layout_of(t: Tensor) -> Layout:
     """The layout of a strided tensor: dimensions that do not move in memory come first, so that the last one is that of
@@ -42,23 +54,46 @@ def layout_of(t: Tensor) -> Layout:
 
 
 class Version:
-    """The version of a tensor when it was saved. Held weakly: the tensor may go, and cannot change any more then."""
+    """The version of a tensor when it was saved.
 
-    def __init__(self, t: Tensor, op: str) -> None:
-        self._owners = tuple(ref(x) for x in (t, t._base) if x is not None)
-        self._expected, self._op = t._version, op
-        self._kind = f"{t.type()} {list(t.shape)}" if t.layout == torch.strided else str(t.layout)
+    Args:
+        alias: A tensor that shares its counter of versions.
+        op: The function that saved it.
+    """
+
+    __slots__ = ("_alias", "_expected", "_kind", "_op")
+
+    def __init__(self, alias: Tensor, op: str) -> None:
+        self._alias, self._expected, self._op = alias, alias._version, op
+        self._kind = (alias.dtype, list(alias.shape))
+
+    @classmethod
+    def without_memory(cls, t: Tensor, op: str) -> Version:
+        """Of a tensor that is not kept: any alias of it that somebody writes to has the same counter."""
+        alias = t.detach()
+        version = cls(alias, op)
+        alias.data = t.new_empty(0)  # the counter stays
+        return version
 
     def check(self) -> None:
         """Raise, as torch does, if somebody has written to the tensor since."""
-        for owner in self._owners:
-            t = owner()
-            if t is not None and t._version != self._expected:
-                raise RuntimeError(
-                    f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"[{self._kind}], saved by '{self._op}', is at version {t._version}; expected version "
-                    f"{self._expected} instead. Do not write to it before the backward pass, or write to a clone"
-                )
+        if self._alias._version != self._expected:
+            dtype, shape = self._kind
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{dtype} {shape}], saved by '{self._op}', is at version {self._alias._version}; expected version "
+                f"{self._expected} instead. Do not write to it before the backward pass, or write to a clone"
+            )
+
+
+def no_second_derivative(op: str) -> None:
+    """Raise in a backward pass whose gradients are to have gradients."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"'compress_activations' has coded what '{op}' saved, once; a gradient of a gradient (create_graph=True) "
+            f"would multiply roundings with themselves, and be biased. Keep it as it is with exclude='{op}', or call "
+            f"it outside of the block"
+        )
 
 
 class Kept:
@@ -68,9 +103,10 @@ class Kept:
 
     def __init__(self, t: Tensor, op: str) -> None:
         self._tensor = t.detach()
-        self._version = Version(self._tensor, op)  # of one counter with the tensor's
+        self._version = Version(self._tensor, op)
 
     def unpack(self) -> Tensor:
+        """The tensor."""
         self._version.check()
         return self._tensor
 
@@ -90,14 +126,28 @@ class Codes:
 
 
 class Coded:
-    """A saved tensor as a view of codes."""
+    """A saved tensor as a view of codes.
 
-    __slots__ = ("_codes", "_dtype", "_layout", "_shape", "_version")
+    Args:
+        t: The tensor.
+        codes: Codes of its memory.
+        layout: How it lies over that.
+        shape: Shape of the dense memory.
+        op: The function that saved it.
+        is_exact: Whether codes stand for the very gradient.
+    """
 
-    def __init__(self, t: Tensor, codes: Codes, layout: Layout, shape: torch.Size, op: str) -> None:
+    __slots__ = ("_codes", "_dtype", "_is_exact", "_layout", "_op", "_shape", "_version")
+
+    def __init__(self, t: Tensor, codes: Codes, layout: Layout, shape: torch.Size, op: str, is_exact: bool) -> None:
         self._codes, self._layout, self._shape, self._dtype = codes, layout, shape, t.dtype
-        self._version = Version(t, op)
+        self._op, self._is_exact = op, is_exact
+        self._version = Version.without_memory(t, op)
 
     def unpack(self) -> Tensor:
+        """What the codes make of it."""
         self._version.check()
-        return self._layout.restore(self._codes.values().to(self._dtype).view(self._shape))
+        if not self._is_exact:
+            no_second_derivative(self._op)
+        with torch.no_grad():
+            return self._layout.restore(self._codes.values().to(self._dtype).view(self._shape))

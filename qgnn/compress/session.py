@@ -22,30 +22,40 @@ from qgnn.formats import Blocks
 from qgnn.functional.blocks import decompress, pack
 from qgnn.rng import make_seed
 
-ONE_BIT = Blocks(bits=1, block_size=1 << 16, metadata_dtype=torch.float32)
+_MAX_BITS = 1 << 16  # that share two values
 
 
-@dataclass
+@dataclass(slots=True)
 class Op:
     """A call of a torch function.
 
     Args:
-        name: Its name.
-        rule: What may become of what it saves; ``None``: it is kept.
+        function: The function; ``None``: one that is unknown.
         args: Its arguments.
         kwargs: Its keyword arguments.
         number: Number of the call within the block.
         ours: Whether it stands for a function of torch's, which would save something else.
+        own_rule: What may become of what our code saves in that case.
         entries: The lines of the report that it made.
     """
 
-    name: str
-    rule: Rule | None
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    number: int
+    function: Any
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    number: int = 0
     ours: bool = False
+    own_rule: Rule | None = None
     entries: list[SavedTensor] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What a report calls it."""
+        return "?" if self.function is None else name_of(self.function)
+
+    @property
+    def rule(self) -> Rule | None:
+        """What may become of what it saves; ``None``: it is kept."""
+        return self.own_rule if self.ours else rule_of(self.function, self.args, self.kwargs)
 
     def operands(self) -> Iterator[Tensor]:
         """The tensors among its arguments."""
@@ -77,14 +87,31 @@ def _base(t: Tensor) -> Tensor:
     return t if t._base is None else t._base
 
 
+def _is_cast_leaf(base: Tensor) -> bool:
+    """Whether it is a leaf in another type: a weight under autocast."""
+    node = base.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return False
+    source = node.next_functions[0][0]
+    return source is not None and source.name() == "torch::autograd::AccumulateGrad"
+
+
 def has_storage(t: Tensor) -> bool:
     """Whether a tensor lies in one piece of memory; sparse ones do not."""
     return t.layout == torch.strided and type(t) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-def same_storage(a: Tensor, b: Tensor) -> bool:
+def has_columns(t: Tensor) -> bool:
+    """Whether values are more than one number a row: weights of edges and nodes are small beside rows, and scale whole
+    ones, so that they are kept."""
+    return sum(size > 1 for size in t.shape) > 1
+
+
+def same_storage(a: Tensor, b: Any) -> bool:
     """Whether two tensors lie in one piece of memory."""
-    return has_storage(a) and has_storage(b) and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    if not isinstance(b, Tensor) or not has_storage(a) or not has_storage(b):
+        return False
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 def tensors_in(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
@@ -107,7 +134,7 @@ def index_dtype(index: Tensor, op: Op) -> torch.dtype | None:
     """The narrowest type that holds indices into any operand of a function, negative ones included."""
     largest = max((size for t in op.operands() for size in t.shape), default=0)
     for dtype in (torch.int16, torch.int32):
-        if not index.is_floating_point() and largest <= torch.iinfo(dtype).max < torch.iinfo(index.dtype).max:
+        if largest <= torch.iinfo(dtype).max and index.dtype in (torch.int32, torch.int64) and index.dtype != dtype:
             return dtype
     return None
 
@@ -117,54 +144,67 @@ class Session:
 
     Args:
         formats: Chooses the formats of its tensors.
-        seed: What the seeds of its roundings are counted from.
+        seeds: Seeds of its roundings.
         min_size: Tensors of fewer values are kept as they are.
         module_name: Name of the module that runs.
     """
 
-    def __init__(self, formats: Formats, seed: int, min_size: int, module_name: Callable[[], str]) -> None:
+    def __init__(self, formats: Formats, seeds: Iterator[int], min_size: int, module_name: Callable[[], str]) -> None:
         self.report = Report()
-        self._formats, self._seeds, self._module_name = formats, itertools.count(seed), module_name
+        self.seeds = seeds
+        self._formats, self._module_name = formats, module_name
         self._min_size = min_size
         self._numbers = itertools.count(1)
-        self._op = Op("?", None, (), {}, 0)
+        self._op = Op(None)
         self._made = Storages()  # of constants that the block makes
         self._counted, self._kept = Storages(), Storages()
         self._codes: WeakValueDictionary[Any, Codes] = WeakValueDictionary()
 
+    def is_in_charge(self) -> bool:
+        """Whether its hooks would get what is saved now: not in other threads, nor under hooks set within the block."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return hooks is not None and hooks[0] == self.pack
+
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function: what is saved meanwhile is its."""
-        outer = self._op
-        self._op = Op(name_of(function), rule_of(function, args, kwargs), args, kwargs, next(self._numbers))
+        outer, op = self._op, Op(function, args, kwargs, next(self._numbers))
+        self._op = op
         try:
             result = function(*args, **kwargs)
-            self._remember_made(result)
         finally:
             self._op = outer
+        self._remember_made(result, op)
         return result
 
     @contextmanager
     def standing_for(self, function: Any, rule: Rule | None = None) -> Iterator[Op]:
         """While code of ours does what a torch function would."""
-        outer, self._op = self._op, Op(name_of(function), rule, (), {}, next(self._numbers), ours=True)
+        outer = self._op
+        self._op = Op(function, number=next(self._numbers), ours=True, own_rule=rule)
         try:
             yield self._op
         finally:
             self._op = outer
 
-    def _remember_made(self, result: Any) -> None:
+    def _remember_made(self, result: Any, op: Op) -> None:
         """Tell constants that the block makes from those that were there before, and from views of them."""
         for t in tensors_in((result,)):
-            if not t.requires_grad and has_storage(t) and not any(same_storage(t, x) for x in self._op.operands()):
+            if t.requires_grad or not has_storage(t):
+                continue
+            if all(not _base(x).is_leaf for x in op.operands() if same_storage(t, x)):
                 self._made.add(t)
 
     def seed(self, device: torch.device) -> Tensor:
         """A new seed."""
-        return make_seed(next(self._seeds), device)
+        return make_seed(next(self.seeds), device)
 
-    def takes(self, x: Any) -> bool:
-        """Whether what a function would save of ``x`` is worth the work."""
-        return isinstance(x, Tensor) and has_storage(x) and x.requires_grad and x.numel() >= self._min_size
+    def takes(self, function: Any, x: Any) -> bool:
+        """Whether what a function would save of ``x`` is worth the work, and not excluded."""
+        if not isinstance(x, Tensor) or not x.requires_grad or not has_storage(x):
+            return False
+        if x.numel() < self._min_size or not x.dim() or not x.is_floating_point():
+            return False
+        return not self._formats.excludes(SavedTensor(name_of(function), self._module_name(), tuple(x.shape), x.dtype))
 
     # ---- the hooks
 
@@ -172,7 +212,7 @@ class Session:
         """What stands for a tensor that a function saves."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             op = self._op
-            if not has_storage(t) or self._lives_anyway(t):
+            if not has_storage(t) or self.lives_anyway(t):
                 return Kept(t, op.name)
             entry = self.enter(op, t)
             return self._code(t, op, entry) or self._keep(t, entry)
@@ -180,16 +220,19 @@ class Session:
     @staticmethod
     def unpack(saved: Kept | Coded) -> Tensor:
         """The tensor, or what codes make of it."""
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with torch._C.DisableTorchFunction():
             return saved.unpack()
 
-    def _lives_anyway(self, t: Tensor) -> bool:
+    def lives_anyway(self, t: Tensor) -> bool:
         """Whether it is a parameter, or a constant from outside of the block."""
         base = _base(t)
-        if not base.is_leaf or t in self._made:
+        if not base.is_leaf:
             return False
+        if base.requires_grad:
+            return True
         # What no argument holds was made by the function itself. Of other code, the arguments are unknown.
-        return base.requires_grad or self._op.number == 0 or any(same_storage(t, x) for x in self._op.operands())
+        given = self._op.number == 0 or any(same_storage(t, x) and _base(x).is_leaf for x in self._op.operands())
+        return given and t not in self._made
 
     # ---- the report
 
@@ -197,14 +240,14 @@ class Session:
         """A new line for ``t``, with the bytes that torch would keep."""
         if original is None:
             original = 0 if op.ours else self.original_bytes(t)
-        entry = SavedTensor(op.name, self._module_name(), tuple(t.shape), t.dtype, original, 0, "")
+        entry = SavedTensor(op.name, self._module_name(), tuple(t.shape), t.dtype, original)
         self.report.by_tensor.append(entry)
         op.entries.append(entry)
         return entry
 
     def original_bytes(self, t: Tensor, is_result: bool = False) -> int:
         """Bytes of the memory that torch would keep for ``t``; 0 if they are counted already, or live anyway."""
-        is_new = has_storage(t) and (is_result or not self._lives_anyway(t)) and self._counted.add(t)
+        is_new = has_storage(t) and (is_result or not self.lives_anyway(t)) and self._counted.add(t)
         return t.untyped_storage().nbytes() if is_new else 0
 
     # ---- tensors and codes
@@ -218,7 +261,9 @@ class Session:
     def _code(self, t: Tensor, op: Op, entry: SavedTensor) -> Coded | None:
         """Codes of ``t``, or ``None`` if it has to be kept."""
         rule = op.rule
-        if rule is None or t.numel() < self._min_size or rule.keeps(t, op.args):
+        if rule is None or t.numel() < self._min_size or self._formats.excludes(entry):
+            return None
+        if same_storage(t, rule.exact_argument(op.args, op.kwargs)) or _is_cast_leaf(_base(t)):
             return None
         layout = layout_of(t)
         dense = layout.dense(t)
@@ -228,15 +273,15 @@ class Session:
         kind, make = recipe
         storage = StorageWeakRef(t.untyped_storage())
         is_exact = rule.indices or rule.two_valued is not None
-        shares = is_exact or (rule.multiplies and op.leads_to_leaves(t))
-        place = (storage.cdata, t.storage_offset(), t.numel(), t.dtype, t._version)
+        shares = rule.indices or (rule.multiplies and op.leads_to_leaves(t))
+        place = (storage.cdata, t.storage_offset(), layout.extent(t), t.dtype, t._version)
         key = (*place, kind, 0 if shares else op.number)
         codes = self._codes.get(key)
         if codes is None:
             codes = self._codes[key] = make(storage)
         else:
             entry.format = "shared"
-        return Coded(t, codes, layout, dense.shape, op.name)
+        return Coded(t, codes, layout, dense.shape, op.name, is_exact)
 
     def _recipe(
         self, dense: Tensor, rule: Rule, op: Op, entry: SavedTensor
@@ -247,15 +292,13 @@ class Session:
             return None if dtype is None else (dtype, partial(self._narrow, dense, dtype, entry))
         if rule.two_valued is not None:
             two_valued = rule.two_valued
-            return two_valued, lambda storage: self.code(two_valued(dense, op.args, op.kwargs), ONE_BIT, entry, storage)
+            return two_valued, lambda storage: self._one_bit(two_valued(dense, op.args, op.kwargs), entry, storage)
         blocks = self.format(dense, rule, entry)
         return None if blocks is None else (blocks.projection, partial(self.code, dense, blocks, entry))
 
     def format(self, dense: Tensor, rule: Rule, entry: SavedTensor) -> Blocks | None:
         """The format for these values; ``None`` to keep them."""
-        # Of one column, or none: weights of edges and nodes. They are small beside rows, and scale whole rows.
-        has_columns = sum(size > 1 for size in dense.shape) > 1
-        return self._formats.choose(entry, dense, rule) if has_columns and dense.is_floating_point() else None
+        return self._formats.choose(entry, dense, rule) if has_columns(dense) and dense.is_floating_point() else None
 
     @staticmethod
     def _narrow(dense: Tensor, dtype: torch.dtype, entry: SavedTensor, storage: StorageWeakRef) -> Codes:
@@ -263,13 +306,18 @@ class Session:
         entry.saved_bytes, entry.format = narrow.nbytes, str(dtype).removeprefix("torch.")
         return Codes(narrow, lambda kept: kept, storage)
 
+    @staticmethod
+    def _one_bit(values: Tensor, entry: SavedTensor, storage: StorageWeakRef) -> Codes:
+        block_size = min(_MAX_BITS, -(-values.numel() // 8) * 8 or 8)
+        compressed = pack(values, Blocks(bits=1, block_size=block_size, metadata_dtype=torch.float32), None)
+        entry.saved_bytes, entry.format = compressed.nbytes, "1 bit"
+        return Codes(compressed, decompress, storage)
+
     def code(self, values: Tensor, blocks: Blocks, entry: SavedTensor, storage: StorageWeakRef | None = None) -> Codes:
         """Codes of values, entered in the report."""
-        is_bits = blocks is ONE_BIT
-        compressed = pack(values, blocks, None if is_bits else self.seed(values.device))
+        compressed = pack(values, blocks, self.seed(values.device))
         entry.saved_bytes += compressed.nbytes
-        entry.format = "1 bit" if is_bits else str(compressed.blocks)
+        entry.format = str(compressed.blocks)
         codes = Codes(compressed, decompress, storage)
-        if not is_bits:
-            self._formats.made(codes)
+        self._formats.made(codes)
         return codes

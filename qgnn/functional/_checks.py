@@ -24,8 +24,8 @@ def draw_seed(config: QConfig, seed: int | Tensor | None, x: Tensor) -> Tensor |
 
 
 def keeps_codes(config: QConfig, weight: Tensor) -> bool:
-    """Whether int8 codes of the operand are what is kept for the gradient of ``weight``."""
-    return config.save == "int8" and weight.requires_grad and torch.is_grad_enabled()
+    """Whether codes of the operand are what is kept for the gradient of ``weight``."""
+    return config.keeps_codes and weight.requires_grad and torch.is_grad_enabled()
 
 
 class Epilogue(NamedTuple):

@@ -66,7 +66,7 @@ def activation(
     threshold = dropout_threshold(dropout)
     tensors = [t for t in (x, bias, residual) if t is not None]
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    keep_codes = kind == "elu" and keep and config is not None and config.save == "int8"
+    keep_codes = kind == "elu" and keep and config is not None and config.keeps_codes
     y, *_ = ops.activation(
         _matrix(x),
         bias,

@@ -16,6 +16,7 @@ from qgnn.compressed_tensor import CompressedTensor
 from qgnn.formats import Blocks
 from qgnn.functional._checks import check_float
 from qgnn.rng import make_seed
+from qgnn.weak_cache import lasting
 
 
 def compress(
@@ -33,8 +34,9 @@ def compress(
     A value is rounded at random to one of the two edges around it, so that :func:`decompress` returns ``x`` in the mean
     over seeds. With a ``projection`` the columns are mixed first, :math:`P = x R / \sqrt{R'}` with random signs
     :math:`R`, and mixed back by :math:`\hat{x} = P R^{\top} / \sqrt{R'}`, whose mean over seeds is ``x`` as well. The
-    signs are a hash of the seed and never stored. After EXACT (Liu et al., ICLR 2022) and its block-wise successor
-    (`arXiv:2309.11856 <https://arxiv.org/abs/2309.11856>`_).
+    signs are a hash of the seed and never stored. A block with a value that is not finite, or larger than
+    ``metadata_dtype`` holds, decodes to NaN, and no other one does. After EXACT (Liu et al., ICLR 2022) and its
+    block-wise successor (`arXiv:2309.11856 <https://arxiv.org/abs/2309.11856>`_).
 
     Args:
         x: Values; what is kept of them has no gradient.
@@ -84,7 +86,7 @@ def pack(x: Tensor, blocks: Blocks, seed: Tensor | None) -> CompressedTensor:
         blocks.bits,
         blocks.block_size,
         blocks.metadata_dtype,
-        _edges(blocks, x.device),
+        edges_of(blocks, x.device),
         columns,
         projection_seed,
     )
@@ -107,13 +109,17 @@ def _best_block_size(bits: int, num_values: int, bins: str, metadata_bits: int) 
 
 @cache
 def _edges_on(bits: int, block_size: int, device: torch.device) -> Tensor:
-    return optimal_bins(bits, block_size).to(device)
+    with lasting():
+        return optimal_bins(bits, block_size).to(device)
 
 
-def _edges(blocks: Blocks, device: torch.device) -> Tensor | None:
+def edges_of(blocks: Blocks, device: torch.device) -> Tensor | None:
+    """Edges of the bins of a format whose blocks have a length; ``None`` for those of one width."""
     if blocks.bins == "uniform":
         return None
     assert blocks.block_size is not None
+    if torch.compiler.is_compiling():  # a constant of the graph; what a compiler or exporter traces is not to be kept
+        return optimal_bins(blocks.bits, blocks.block_size).to(device)
     return _edges_on(blocks.bits, blocks.block_size, device)
 
 
@@ -122,7 +128,8 @@ def decompress(c: CompressedTensor, rows: slice | None = None) -> Tensor:
 
     Args:
         c: As :func:`compress` returns it.
-        rows: A range of the tensor's first dimension; only the blocks that hold it are read.
+        rows: A range of the tensor's first dimension; only the blocks that hold it are read, and with a projection
+            those whose values are whole rows together.
 
     Shapes:
         - **output:** the shape and type that were compressed; of ``rows``, so many of them
@@ -138,7 +145,7 @@ def decompress(c: CompressedTensor, rows: slice | None = None) -> Tensor:
     if not isinstance(c, CompressedTensor):
         raise TypeError(f"'decompress' expects a CompressedTensor (got {type(c).__name__}); make one with 'compress'")
     if rows is None:
-        return _unpack(c, slice(None), c.shape)
+        return _unpack(c, slice(None), _num_values(c.shape, c.columns)).view(c.shape)
     if not isinstance(rows, slice):
         raise TypeError(f"'decompress' expects 'rows' to be a slice or None (got {rows!r})")
     if rows.step not in (None, 1) or not c.shape:
@@ -148,12 +155,17 @@ def decompress(c: CompressedTensor, rows: slice | None = None) -> Tensor:
         )
     assert c.blocks.block_size is not None
     first, last, _ = rows.indices(c.shape[0])
-    per_row = max(1, _num_values(c.shape[1:], c.columns))
-    together = math.lcm(per_row, c.blocks.block_size)  # values of whole rows in whole blocks
-    before, behind = first * per_row // together, -(-max(first, last) * per_row // together)
-    start, stop = before * together // per_row, min(behind * together // per_row, c.shape[0])
-    blocks = slice(before * together // c.blocks.block_size, behind * together // c.blocks.block_size)
-    return _unpack(c, blocks, torch.Size((max(start, stop) - start, *c.shape[1:])))[first - start : last - start]
+    num_rows = max(0, last - first)
+    wide = prod(c.shape[1:])  # values of a row, and how many are coded of them; where there are none, any number does
+    coded = max(1, _num_values(c.shape[1:], c.columns))
+    # What is read is whole blocks; what is projected back is whole rows as well.
+    unit = math.lcm(coded, c.blocks.block_size) if c.columns else c.blocks.block_size
+    start, stop = first * coded // unit, -(-(first + num_rows) * coded // unit)
+    blocks = slice(start * unit // c.blocks.block_size, stop * unit // c.blocks.block_size)
+    num_values = max(0, min(stop * unit, _num_values(c.shape, c.columns)) - start * unit)
+    offset = first * wide - start * unit * wide // coded
+    values = _unpack(c, blocks, num_values).flatten()[offset : offset + num_rows * wide]
+    return values.view(num_rows, *c.shape[1:])
 
 
 def _num_values(shape: torch.Size, columns: int) -> int:
@@ -161,18 +173,17 @@ def _num_values(shape: torch.Size, columns: int) -> int:
     return prod(shape[:-1]) * columns if columns else prod(shape)
 
 
-def _unpack(c: CompressedTensor, blocks: slice, shape: torch.Size) -> Tensor:
-    """A range of blocks, which hold a tensor of this shape."""
-    values = ops.blocks_unpack(
+def _unpack(c: CompressedTensor, blocks: slice, num_values: int) -> Tensor:
+    """What a range of blocks with so many values decodes to; with a projection whole rows."""
+    return ops.blocks_unpack(
         c.packed[blocks],
         c.low[blocks],
         c.step[blocks],
         c.blocks.bits,
-        _num_values(shape, c.columns),
+        num_values,
         c.dtype,
-        _edges(c.blocks, c.packed.device),
+        edges_of(c.blocks, c.packed.device),
         c.columns,
         c.projection_seed,
-        shape[-1] if c.columns else 0,
+        c.shape[-1] if c.columns else 0,
     )
-    return values.view(shape)

@@ -10,7 +10,7 @@ from torch import Tensor
 from qgnn import ops, trace
 from qgnn.autocast import without_autocast
 from qgnn.config import QConfig, check_config, check_product_config
-from qgnn.formats import Int
+from qgnn.formats import Blocks, Int
 from qgnn.functional._checks import (
     check_float,
     check_product,
@@ -19,6 +19,7 @@ from qgnn.functional._checks import (
     epilogue_of,
     keeps_codes,
 )
+from qgnn.functional._packed import kept_rows, packed_rows
 from qgnn.qtensor import QTensor
 
 
@@ -40,7 +41,8 @@ def quantize(
         fmt_or_config: ``None`` means ``QConfig()``: int8, a scale a row, stochastic rounding.
         seed: Seed of stochastic rounding.
         straight_through: Whether the products and sums that take the result give ``x`` a gradient, as if it were not
-            rounded: so a tensor that several of them share is quantized once. Otherwise ``x`` is a constant.
+            rounded: so a tensor that several of them share is quantized once, and packed once, if the config says that
+            packed blocks are kept. Otherwise ``x`` is a constant.
 
     Shapes:
         - **input:** ``[..., F]``
@@ -66,15 +68,19 @@ def quantize(
     if x.dim() == 0:
         raise ValueError("'quantize' expects 'x' with at least one dimension (got a scalar)")
     rows = x.detach().reshape(prod(x.shape[:-1]), x.shape[-1])
-    codes, scale = ops.quantize(rows, draw_seed(config, seed, x), config.bits, config.granularity, config.block_size)
+    rounding = draw_seed(config, seed, x)
+    codes, scale = ops.quantize(rows, rounding, config.bits, config.granularity, config.block_size)
     per_block = config.granularity == "block"
     leading = (1,) * (x.dim() - 1) if config.granularity == "tensor" else x.shape[:-1]
+    passes_on = straight_through and x.requires_grad and torch.is_grad_enabled()
+    blocks = config.save if passes_on and isinstance(config.save, Blocks) else None
     return QTensor(
         codes=codes.view(x.shape),
         scale=scale.view(*leading, scale.shape[-1] if per_block else 1),
         block_size=config.block_size if per_block else None,
         dtype=x.dtype,
-        origin=x if straight_through and x.requires_grad and torch.is_grad_enabled() else None,
+        origin=x if passes_on else None,
+        packed=None if blocks is None else packed_rows(rows, blocks, seed if rounding is None else rounding),
     )
 
 
@@ -142,16 +148,19 @@ def linear(
     codes_or_x, scale, origin = codes_or_rows("linear", x)
     rows = codes_or_x.reshape(prod(codes_or_x.shape[:-1]), codes_or_x.shape[-1])
     x_float = None if origin is None else origin.reshape(rows.shape)
+    rounding = draw_seed(config, seed, rows)
+    kept = kept_rows(config, x, weight, seed if rounding is None else rounding)
     y, *_ = ops.matmul(
         rows,
         scale,
         weight,
         bias,
-        draw_seed(config, seed, rows),
+        rounding,
         config.bits,
         config.granularity,
-        keeps_codes(config, weight),
+        kept.packed is None and keeps_codes(config, weight),
         *epilogue_of("linear", activation, dropout, seed, rows, weight, bias, x_float),
+        *kept,
         x_float,
     )
     return y.view(*codes_or_x.shape[:-1], weight.shape[0]).to(x.dtype)

@@ -81,7 +81,7 @@ def sddmm(
         "row" if config is None else config.granularity,
         op,
         heads,
-        learns and config is not None and config.save == "int8",
+        learns and config is not None and config.keeps_codes,
     )
     out = out.view(graph.num_edges, *(shape if op == "add" else shape[:-1]))
     return graph.to_given_order(out.to(x_source.dtype))

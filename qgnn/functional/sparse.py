@@ -23,6 +23,7 @@ from qgnn.functional._checks import (
     keeps_codes,
     structure,
 )
+from qgnn.functional._packed import kept_rows
 from qgnn.functional.dense import linear
 from qgnn.graph import Graph, as_graph, check_edge_weight
 from qgnn.qtensor import QTensor
@@ -153,6 +154,8 @@ def graph_linear(
     codes_or_x, scale, x_float = codes_or_rows("graph_linear", x)
     csr_weight, csc_weight = _edge_weights("graph_linear", graph, edge_weight, weight.dtype, heads_of=weight.shape[0])
     learns_weight = csr_weight is not None and csr_weight.requires_grad and torch.is_grad_enabled()
+    rounding = draw_seed(config, seed, codes_or_x)
+    kept = kept_rows(config, x, weight, seed if rounding is None else rounding)
     out, *_ = ops.graph_linear(
         codes_or_x,
         scale,
@@ -162,12 +165,13 @@ def graph_linear(
         csc_weight,
         _row_factor("graph_linear", graph, reduce, codes_or_x.dtype),
         *structure(graph, codes_or_x, x_float, weight, csr_weight, bias),
-        draw_seed(config, seed, codes_or_x),
+        rounding,
         config.bits,
         config.granularity,
-        keeps_codes(config, weight),
+        kept.packed is None and keeps_codes(config, weight),
         learns_weight,
         *epilogue_of("graph_linear", activation, dropout, seed, codes_or_x, x_float, weight, bias, csr_weight),
+        *kept,
         x_float,
     )
     return out.to(x.dtype)

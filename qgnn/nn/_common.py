@@ -56,12 +56,12 @@ def operand(x: Tensor | QTensor, config: QConfig | None, *, shared: bool = False
     if config is None or isinstance(x, QTensor):
         return x
     constant = not x.requires_grad and (torch.is_grad_enabled() or not config.stochastic)
-    if constant and config.save == "int8":
+    if constant and config.keeps_codes:
         nearest = active_config(False, config)
         if is_recorded(x):
             return functional.quantize(x, nearest)
         return cached((x,), ("codes", config.bits, config.granularity), lambda: functional.quantize(x, nearest))
-    if shared and (config.save == "int8" or not torch.is_grad_enabled()):
+    if shared and (config.keeps_codes or not torch.is_grad_enabled()):
         return functional.quantize(x, config, straight_through=True)
     return x
 

@@ -4,6 +4,7 @@ Importing this package registers them under ``torch.ops.qgnn``; Triton is import
 """
 
 from qgnn.ops._backends import STREAM_DROPOUT
+from qgnn.ops._packed import Packed
 from qgnn.ops.activation import activation
 from qgnn.ops.attention import attention
 from qgnn.ops.attention_dot import attention_dot
@@ -20,6 +21,7 @@ from qgnn.ops.spmm_incidence import incidence_sum
 
 __all__ = [
     "STREAM_DROPOUT",
+    "Packed",
     "activation",
     "attention",
     "attention_dot",

@@ -25,6 +25,7 @@ STREAM_GRAD, STREAM_WEIGHT_T, STREAM_GRAD_HIDDEN = 3, 4, 5
 STREAM_DROPOUT = 6
 STREAM_PROJECTION = 7
 STREAM_DERIVATIVE = 8
+STREAM_PACKED, STREAM_UNPACKED = 9, 10
 
 _PROCESS = os.getpid()  # a fork between here and the first call of a native kernel has to be noticed
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ _SCALES = {
     **{"x": "x_scale", "x_target": "target_scale", "x_source": "source_scale", "hidden": "hidden_scale"},
     **{"query": "query_scale", "key": "key_scale", "value": "value_scale"},
 }
-_TOGETHER = ("edge_attr", "edge_weight", "edge_order")
+_TOGETHER = (("edge_attr", "edge_weight", "edge_order"), ("packed", "low", "step", "packed_seed"))
 _OF_ATTENTION = {"att": ("target_scale", "source_scale"), "query": ("query_scale", "key_scale", "value_scale")}
 
 
@@ -95,7 +95,7 @@ class Signature:
         choices: The values that an argument can have.
         pointers: Tensors that rise from 0 to ``E``.
         indices: Tensors whose entries count from 0 to the size of a letter; those of ``arg`` may be -1, for nothing.
-        edges: A tensor of bin edges that rises from 0 to ``2**bits - 1``, if it is there.
+        edges: Tensors of bin edges that rise from 0 to ``2**bits - 1``, and the argument that is ``bits``.
         int32_sums: Letters that products of codes are summed over in int32.
         required: Tensors that cannot be left out.
         shares: Letters whose size is a multiple of another's, if that is there: ``{"F": "H"}``, columns of heads.
@@ -106,7 +106,7 @@ class Signature:
     choices: Mapping[str, Collection[Any]] = field(default_factory=dict)
     pointers: tuple[str, ...] = ()
     indices: Mapping[str, str] = field(default_factory=dict)
-    edges: str | None = None
+    edges: Mapping[str, str] = field(default_factory=dict)
     int32_sums: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     shares: Mapping[str, str] = field(default_factory=dict)
@@ -139,8 +139,9 @@ class Signature:
             if name in tensors:
                 self._check_shape(owner, name, tensors[name], shapes, sizes)
         _check_pairs(owner, arguments)
-        if self.edges in tensors:
-            _check_bins(owner, self.edges, tensors[self.edges], arguments["bits"])
+        for name, bits in self.edges.items():
+            if name in tensors:
+                _check_bins(owner, name, tensors[name], arguments[bits])
         for letter, parts in self.shares.items():
             if parts in sizes and not _may_hold(sizes[letter] % sizes[parts] == 0 if sizes[parts] else False):
                 raise ValueError(
@@ -171,10 +172,10 @@ class Signature:
     def check_values(self, owner: str, arguments: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
         """Raise unless pointers and indices stay within what they point into, and edges span the codes; remembered for
         tensors unchanged."""
-        if self.edges is not None and arguments[self.edges] is not None:
-            name, bits = self.edges, arguments["bits"]
-            edges = arguments[name]
-            cached((edges,), ("checked", name, bits), lambda: _check_edges(owner, name, edges, bits))
+        for name, number in self.edges.items():
+            edges, bits = arguments[name], arguments[number]
+            if edges is not None:
+                cached((edges,), ("checked", name, bits), partial(_check_edges, owner, name, edges, bits))
         indices = {name: letter for name, letter in self.indices.items() if arguments[name] is not None}
         names = (*self.pointers, *indices)
         if not names:
@@ -201,9 +202,12 @@ def _check_pairs(owner: str, arguments: Mapping[str, Any]) -> None:
             )
     if arguments.get("x_float") is not None and arguments["x_scale"] is None:
         raise ValueError(f"'{owner}' expects 'x_float' beside codes only (got no 'x_scale'); give the rows as 'x'")
-    if "edge_attr" in arguments and len({arguments[name] is None for name in _TOGETHER}) > 1:
-        missing = next(name for name in _TOGETHER if arguments[name] is None)
-        raise ValueError(f"'{owner}' expects 'edge_attr', 'edge_weight' and 'edge_order' together (got no '{missing}')")
+    for group in _TOGETHER:
+        present = [name for name in group if name in arguments]
+        if len({arguments[name] is None for name in present}) > 1:
+            missing = next(name for name in present if arguments[name] is None)
+            *first, last = (f"'{name}'" for name in present)
+            raise ValueError(f"'{owner}' expects {', '.join(first)} and {last} together (got no '{missing}')")
     for rows, scales in _OF_ATTENTION.items():  # whose kernels read codes or floats, and round what is to become codes
         rounds = arguments.get("bits") and not owner.endswith("_backward")
         if rows in arguments and not rounds and len({arguments[name] is None for name in scales}) > 1:
@@ -223,6 +227,10 @@ def _check_pairs(owner: str, arguments: Mapping[str, Any]) -> None:
         raise ValueError(
             f"'{owner}' expects 'dropout_seed' with a 'threshold' (got None); make it with 'qgnn.rng.make_seed'"
         )
+    if arguments.get("projection") and arguments.get("projection_seed", owner) is None:
+        raise ValueError(
+            f"'{owner}' expects 'projection_seed' with a 'projection' (got None); make it with 'qgnn.rng.make_seed'"
+        )
 
 
 def _any_of(allowed: Collection[Any]) -> str:
@@ -239,7 +247,7 @@ def _check_type(owner: str, name: str, t: Tensor, arguments: Mapping[str, Any]) 
     if name in _INDICES:
         if t.dtype not in _INDEX_TYPES:
             raise TypeError(f"'{owner}' expects '{name}' in torch.int32 or torch.int64 (got {t.dtype})")
-    elif name in ("seed", "dropout_seed", "projection_seed"):
+    elif name in ("seed", "dropout_seed", "projection_seed", "packed_seed"):
         if t.dtype != torch.int64 or tuple(t.shape) != (1,):
             raise ValueError(
                 f"'{owner}' expects '{name}' as one torch.int64, of shape [1] (got {t.dtype} of shape "

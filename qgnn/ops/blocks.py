@@ -10,18 +10,11 @@ import torch
 from torch import Tensor
 
 from qgnn.formats import BLOCK_BITS, MAX_BLOCK_SIZE, METADATA_DTYPES
-from qgnn.ops._backends import STREAM_INPUT, STREAM_PROJECTION, Backend
+from qgnn.ops._backends import STREAM_PACKED, STREAM_PROJECTION, Backend
 from qgnn.ops._checks import Signature
 from qgnn.ops._operator import define
 
 PROJECTIONS = range(1 << 16)  # columns; 0: none
-
-
-def _check_projection(owner: str, projection: int, seed: Tensor | None) -> None:
-    if projection and seed is None:
-        raise ValueError(
-            f"'{owner}' expects 'projection_seed' with a 'projection' (got None); make it with 'qgnn.rng.make_seed'"
-        )
 
 
 def _check_pack(
@@ -30,9 +23,7 @@ def _check_pack(
     block_size: int,
     metadata_dtype: torch.dtype,
     projection: int,
-    projection_seed: Tensor | None,
 ) -> None:
-    _check_projection("qgnn::blocks_pack", projection, projection_seed)
     if projection and x.dim() != 2:
         raise ValueError(
             f"'qgnn::blocks_pack' expects 'x' of shape [N, F] with a 'projection' of its columns (got {list(x.shape)})"
@@ -61,10 +52,8 @@ def _check_unpack(
     size: int,
     dtype: torch.dtype,
     projection: int,
-    projection_seed: Tensor | None,
     num_columns: int,
 ) -> None:
-    _check_projection("qgnn::blocks_unpack", projection, projection_seed)
     if projection and (size % projection or num_columns < 0):
         raise ValueError(
             f"'qgnn::blocks_unpack' expects a 'size' of whole rows of 'projection' values, and 'num_columns' of the "
@@ -96,7 +85,7 @@ def _blocks_pack(
     projection: int,
     projection_seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_pack(x, bits, block_size, metadata_dtype, projection, projection_seed)
+    _check_pack(x, bits, block_size, metadata_dtype, projection)
     return backend.call(
         "blocks_pack",
         "blocks.pack",
@@ -105,7 +94,7 @@ def _blocks_pack(
         block_size=block_size,
         metadata_dtype=metadata_dtype,
         seed=seed,
-        stream=STREAM_INPUT,
+        stream=STREAM_PACKED,
         edges=edges,
         projection=projection,
         projection_seed=projection_seed,
@@ -123,7 +112,7 @@ def _fake_blocks_pack(
     projection: int,
     projection_seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_pack(x, bits, block_size, metadata_dtype, projection, projection_seed)
+    _check_pack(x, bits, block_size, metadata_dtype, projection)
     num_values = x.shape[0] * projection if projection else x.numel()
     num_blocks = (num_values + block_size - 1) // block_size
     packed = x.new_empty((num_blocks, block_size * bits // 8), dtype=torch.uint8)
@@ -137,7 +126,7 @@ blocks_pack = define(
     "(Tensor x, Tensor? seed, int bits, int block_size, ScalarType metadata_dtype, Tensor? edges, int projection, "
     "Tensor? projection_seed) -> (Tensor, Tensor, Tensor)",
     _fake_blocks_pack,
-    Signature(choices={"bits": BLOCK_BITS, "projection": PROJECTIONS}, edges="edges"),
+    Signature(choices={"bits": BLOCK_BITS, "projection": PROJECTIONS}, edges={"edges": "bits"}),
 )
 
 
@@ -154,7 +143,7 @@ def _blocks_unpack(
     projection_seed: Tensor | None,
     num_columns: int,
 ) -> Tensor:
-    _check_unpack(packed, low, step, bits, size, dtype, projection, projection_seed, num_columns)
+    _check_unpack(packed, low, step, bits, size, dtype, projection, num_columns)
     return backend.call(
         "blocks_unpack",
         "blocks.unpack",
@@ -172,6 +161,13 @@ def _blocks_unpack(
     )
 
 
+def unpack_values(
+    backend: Backend, packed: Tensor, low: Tensor, step: Tensor, *, bits: int, size: int, edges: Tensor | None
+) -> Tensor:
+    """The fp32 values of codes, within another operator; those of a projection are not multiplied back."""
+    return _blocks_unpack(backend, packed, low, step, bits, size, torch.float32, edges, 0, None, 0)
+
+
 def _fake_blocks_unpack(
     packed: Tensor,
     low: Tensor,
@@ -184,7 +180,6 @@ def _fake_blocks_unpack(
     projection_seed: Tensor | None,
     num_columns: int,
 ) -> Tensor:
-    _check_projection("qgnn::blocks_unpack", projection, projection_seed)
     return packed.new_empty((size // projection, num_columns) if projection else (size,), dtype=dtype)
 
 
@@ -197,6 +192,6 @@ blocks_unpack = define(
     Signature(
         {"packed": "B W", "low": "B", "step": "B"},
         choices={"bits": BLOCK_BITS, "projection": PROJECTIONS},
-        edges="edges",
+        edges={"edges": "bits"},
     ),
 )

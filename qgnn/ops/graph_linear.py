@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from qgnn.ops import _activation
+from qgnn.ops import _activation, _packed
 from qgnn.ops._backends import STREAM_GRAD_HIDDEN, STREAM_HIDDEN, STREAM_INPUT, STREAM_WEIGHT, Backend, fresh
 from qgnn.ops._checks import CSC, CSR, GRANULARITIES, INT8_BITS, Signature
 from qgnn.ops._operator import define, register_autograd
+from qgnn.ops._packed import Packed
 from qgnn.ops.matmul import (
     fake_db,
     fake_kept,
@@ -73,6 +74,13 @@ def _graph_linear(
     threshold: int,
     dropout_seed: Tensor | None,
     keep_mask: bool,
+    packed: Tensor | None,
+    low: Tensor | None,
+    step: Tensor | None,
+    edges: Tensor | None,
+    packed_seed: Tensor | None,
+    packed_bits: int,
+    projection: int,
     x_float: Tensor | None,
 ) -> tuple[Tensor, ...]:
     T, M = indptr.shape[0] - 1, weight.shape[0]
@@ -130,6 +138,13 @@ def _fake_graph_linear(
     threshold: int,
     dropout_seed: Tensor | None,
     keep_mask: bool,
+    packed: Tensor | None,
+    low: Tensor | None,
+    step: Tensor | None,
+    edges: Tensor | None,
+    packed_seed: Tensor | None,
+    packed_bits: int,
+    projection: int,
     x_float: Tensor | None,
 ) -> tuple[Tensor, ...]:
     out_dtype = float_dtype(x, x_float, weight.dtype)
@@ -146,14 +161,15 @@ graph_linear = define(
     "(Tensor x, Tensor? x_scale, Tensor weight, Tensor? bias, Tensor? edge_weight, Tensor? edge_weight_t,"
     " Tensor? row_factor, Tensor indptr, Tensor index, Tensor indptr_t, Tensor index_t, Tensor order_t, Tensor? seed,"
     f" int bits, str granularity, bool keep_codes, bool keep_hidden, {_activation.SCHEMA},"
-    " Tensor? x_float) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f" {_packed.SCHEMA}, Tensor? x_float) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_graph_linear,
     Signature(
         {
             **{"x": "S K", **CSR, "x_scale": "S|1", "x_float": "S K", "weight": "M K", "bias": "M"},
-            **{"edge_weight": "E|E H", "edge_weight_t": "E|E H", "row_factor": "T"},
+            **{"edge_weight": "E|E H", "edge_weight_t": "E|E H", "row_factor": "T", **_packed.SHAPES},
         },
-        choices={"bits": INT8_BITS, "granularity": GRANULARITIES, **_activation.CHOICES},
+        choices={"bits": INT8_BITS, "granularity": GRANULARITIES, **_activation.CHOICES, **_packed.CHOICES},
+        edges=_packed.EDGES,
         pointers=("indptr",),
         indices={"index": "S"},
         int32_sums=("K",),
@@ -180,6 +196,13 @@ def _graph_linear_backward(
     index_t: Tensor,
     order_t: Tensor,
     seed: Tensor | None,
+    packed: Tensor | None,
+    low: Tensor | None,
+    step: Tensor | None,
+    edges: Tensor | None,
+    packed_seed: Tensor | None,
+    packed_bits: int,
+    projection: int,
     bits: int,
     granularity: str,
     threshold: int,
@@ -206,8 +229,9 @@ def _graph_linear_backward(
         )
         if needs_dx:
             dx = input_grad(backend, dh_q, dh_scale, weight, seed, bits, grad.dtype)
-        if needs_dw and x is not None:
-            dw = weight_grad(backend, dh_q, dh_scale, x, x_scale, bits).to(weight.dtype)
+        if needs_dw:
+            kept = Packed(packed, low, step, edges, packed_seed, packed_bits, projection)
+            dw = weight_grad(backend, dh_q, dh_scale, x, x_scale, weight, kept, bits)
     if needs_dedge and hidden is not None and edge_weight is not None:
         target, source = (g_q, folded_scale), (hidden, hidden_scale)
         dedge = edge_weight_grad(backend, indptr, index, target, source, bits, edge_weight)
@@ -231,6 +255,13 @@ def _fake_graph_linear_backward(
     index_t: Tensor,
     order_t: Tensor,
     seed: Tensor | None,
+    packed: Tensor | None,
+    low: Tensor | None,
+    step: Tensor | None,
+    edges: Tensor | None,
+    packed_seed: Tensor | None,
+    packed_bits: int,
+    projection: int,
     bits: int,
     granularity: str,
     threshold: int,
@@ -252,16 +283,17 @@ graph_linear_backward = define(
     _graph_linear_backward,
     "(Tensor grad, Tensor? mask, Tensor? x, Tensor? x_scale, Tensor weight, Tensor? hidden, Tensor? hidden_scale,"
     " Tensor? edge_weight, Tensor? edge_weight_t, Tensor? row_factor, Tensor indptr, Tensor index, Tensor indptr_t,"
-    " Tensor index_t, Tensor order_t, Tensor? seed, int bits, str granularity, int threshold, bool needs_dx,"
-    " bool needs_dw, bool needs_dedge, bool needs_db) -> (Tensor, Tensor, Tensor, Tensor)",
+    f" Tensor index_t, Tensor order_t, Tensor? seed, {_packed.SCHEMA}, int bits, str granularity, int threshold,"
+    " bool needs_dx, bool needs_dw, bool needs_dedge, bool needs_db) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_graph_linear_backward,
     Signature(
         {
             **{"grad": "T M", "weight": "M K", **CSR, **CSC, "x": "S K", "x_scale": "S|1", "mask": "T M/8"},
             **{"hidden": "S M", "hidden_scale": "S|1"},
-            **{"edge_weight": "E|E H", "edge_weight_t": "E|E H", "row_factor": "T"},
+            **{"edge_weight": "E|E H", "edge_weight_t": "E|E H", "row_factor": "T", **_packed.SHAPES},
         },
-        choices={"bits": INT8_BITS, "granularity": GRANULARITIES, **_activation.CHOICES},
+        choices={"bits": INT8_BITS, "granularity": GRANULARITIES, **_activation.CHOICES, **_packed.CHOICES},
+        edges=_packed.EDGES,
         pointers=("indptr", "indptr_t"),
         indices={"index": "S", "index_t": "T", "order_t": "E"},
         int32_sums=("M",),
@@ -272,25 +304,26 @@ graph_linear_backward = define(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, weight, bias, edge_weight, edge_weight_t, row_factor, *rest = inputs
-    *graph, seed, bits, granularity, keep_codes, _, relu, threshold, _, keep_mask, _ = rest
+    *graph, seed, bits, granularity, keep_codes, _, relu, threshold, _, keep_mask = rest[:-8]
     _, x_q, codes_scale, hidden, hidden_scale, mask = output
     _activation.check_mask_kept("graph_linear", relu, threshold, keep_mask)
     ctx.mark_non_differentiable(x_q, codes_scale, hidden, hidden_scale, mask)
     ctx.set_materialize_grads(False)
-    kept_x = saved_input(inputs, x_q, codes_scale, keep_codes) if weight.requires_grad else (None, None)
+    *kept_x, kept = saved_input(inputs, x_q, codes_scale, keep_codes, Packed(*rest[-8:-1]))
     learns_edges = edge_weight is not None and edge_weight.requires_grad
     kept_hidden = (hidden, hidden_scale) if learns_edges else (None, None)
     kept_mask = mask if relu or threshold else None
     ctx.save_for_backward(
-        kept_mask, *kept_x, weight, *kept_hidden, edge_weight, edge_weight_t, row_factor, *graph, seed
+        *(kept_mask, *kept_x, weight, *kept_hidden, edge_weight, edge_weight_t, row_factor, *graph, seed),
+        *kept.tensors,
     )
-    ctx.options = (bits, granularity, threshold)
+    ctx.options = (kept.packed_bits, kept.projection, bits, granularity, threshold)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * 22
+        return (None,) * 29
     _, _, needs_dw, needs_db, needs_dedge = ctx.needs_input_grad[:5]
     needs = (needs_rows_grad(ctx), needs_dw, needs_dedge, needs_db)
     dx, dw, dedge, db = graph_linear_backward(grad, *ctx.saved_tensors, *ctx.options, *needs)
@@ -300,7 +333,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         dw if needs_dw else None,
         db.to(ctx.bias_dtype) if needs_db else None,
         dedge if needs_dedge else None,
-        *(None,) * 16,
+        *(None,) * 23,
     )
 
 

@@ -2,7 +2,8 @@
 
 Forward, operands and both gradients are int8; sums are int32 (``dw``: fp32, since it contracts over rows of different
 scale); scales, bias and the results are floating point. Gradients are quantized with a scale of their own. ReLU and
-dropout may follow in the product's epilogue; what is kept of them is one bit an element.
+dropout may follow in the product's epilogue; what is kept of them is one bit an element. What is kept of ``x`` for
+``dw`` is its codes, ``x`` itself, or packed blocks that were made of it before (``qgnn.ops.Packed``).
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from qgnn import trace
 from qgnn.activation import keep_factor
-from qgnn.ops import _activation
+from qgnn.ops import _activation, _packed
 from qgnn.ops._backends import STREAM_GRAD, STREAM_INPUT, STREAM_WEIGHT, STREAM_WEIGHT_T, Backend, fake_codes, fresh
 from qgnn.ops._checks import GRANULARITIES, INT8_BITS, Signature
 from qgnn.ops._operator import define, register_autograd
+from qgnn.ops._packed import Packed, packed_weight_grad
 from qgnn.reference._common import compute_dtype
 
 
@@ -61,13 +63,27 @@ def input_grad(
     return backend.call("matmul", "matmul.backward_dx", g_q, g_scale, wt_q, wt_scale, bits=bits, out_dtype=dtype)
 
 
-def weight_grad(backend: Backend, g_q: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor | None, bits: int) -> Tensor:
-    """``dw = g^T x`` in fp32, from the saved codes, or from ``x`` itself if that was kept."""
-    if x_scale is not None:
-        return backend.call("matmul_dw", "matmul.backward_dw", g_q, g_scale, x, x_scale, bits=bits)
-    dw = (g_q.float() * g_scale[:, None]).t() @ x.float()
-    trace.report("matmul.backward_dw", "float32", "torch", (g_q, g_scale, x, dw))
-    return dw
+def weight_grad(
+    backend: Backend,
+    g_q: Tensor,
+    g_scale: Tensor,
+    x: Tensor | None,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    kept: Packed,
+    bits: int,
+) -> Tensor | None:
+    """``dw = g^T x``, a sum in fp32, from what was kept of ``x``: codes, packed blocks, ``x`` itself, or nothing."""
+    if kept.packed is not None:
+        dw = packed_weight_grad(backend, g_q, g_scale, kept, bits, weight.shape[1])
+    elif x is None:
+        return None
+    elif x_scale is not None:
+        dw = backend.call("matmul_dw", "matmul.backward_dw", g_q, g_scale, x, x_scale, bits=bits)
+    else:
+        dw = (g_q.float() * g_scale[:, None]).t() @ x.float()
+        trace.report("matmul.backward_dw", "float32", "torch", (g_q, g_scale, x, dw))
+    return dw.to(weight.dtype)
 
 
 def quantize_gradient(
@@ -119,6 +135,13 @@ def _matmul(
     threshold: int,
     dropout_seed: Tensor | None,
     keep_mask: bool,
+    packed: Tensor | None,
+    low: Tensor | None,
+    step: Tensor | None,
+    edges: Tensor | None,
+    packed_seed: Tensor | None,
+    packed_bits: int,
+    projection: int,
     x_float: Tensor | None,
 ) -> tuple[Tensor, ...]:
     N, M = x.shape[0], weight.shape[0]
@@ -160,6 +183,13 @@ def _fake_matmul(
     threshold: int,
     dropout_seed: Tensor | None,
     keep_mask: bool,
+    packed: Tensor | None,
+    low: Tensor | None,
+    step: Tensor | None,
+    edges: Tensor | None,
+    packed_seed: Tensor | None,
+    packed_bits: int,
+    projection: int,
     x_float: Tensor | None,
 ) -> tuple[Tensor, ...]:
     out_dtype = float_dtype(x, x_float, weight.dtype)
@@ -172,11 +202,12 @@ matmul = define(
     "matmul",
     _matmul,
     "(Tensor x, Tensor? x_scale, Tensor weight, Tensor? bias, Tensor? seed, int bits, str granularity, bool keep_codes,"
-    f" {_activation.SCHEMA}, Tensor? x_float) -> (Tensor, Tensor, Tensor, Tensor)",
+    f" {_activation.SCHEMA}, {_packed.SCHEMA}, Tensor? x_float) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_matmul,
     Signature(
-        {"x": "N K", "x_scale": "N|1", "x_float": "N K", "weight": "M K", "bias": "M"},
-        choices={"bits": INT8_BITS, "granularity": GRANULARITIES, **_activation.CHOICES},
+        {"x": "N K", "x_scale": "N|1", "x_float": "N K", "weight": "M K", "bias": "M", **_packed.SHAPES},
+        choices={"bits": INT8_BITS, "granularity": GRANULARITIES, **_activation.CHOICES, **_packed.CHOICES},
+        edges=_packed.EDGES,
         int32_sums=("K",),
     ),
 )
@@ -190,6 +221,13 @@ def _matmul_backward(
     x_scale: Tensor | None,
     weight: Tensor,
     seed: Tensor | None,
+    packed: Tensor | None,
+    low: Tensor | None,
+    step: Tensor | None,
+    edges: Tensor | None,
+    packed_seed: Tensor | None,
+    packed_bits: int,
+    projection: int,
     bits: int,
     granularity: str,
     threshold: int,
@@ -199,9 +237,8 @@ def _matmul_backward(
 ) -> tuple[Tensor, ...]:
     g_q, g_scale, db = quantize_gradient(backend, grad, mask, threshold, seed, bits, granularity, needs_db)
     dx = input_grad(backend, g_q, g_scale, weight, seed, bits, grad.dtype) if needs_dx else None
-    dw = None
-    if needs_dw and x is not None:
-        dw = weight_grad(backend, g_q, g_scale, x, x_scale, bits).to(weight.dtype)
+    kept = _packed.Packed(packed, low, step, edges, packed_seed, packed_bits, projection)
+    dw = weight_grad(backend, g_q, g_scale, x, x_scale, weight, kept, bits) if needs_dw else None
     return fresh(grad, (dx, dw, db))
 
 
@@ -217,6 +254,13 @@ def _fake_matmul_backward(
     x_scale: Tensor | None,
     weight: Tensor,
     seed: Tensor | None,
+    packed: Tensor | None,
+    low: Tensor | None,
+    step: Tensor | None,
+    edges: Tensor | None,
+    packed_seed: Tensor | None,
+    packed_bits: int,
+    projection: int,
     bits: int,
     granularity: str,
     threshold: int,
@@ -232,39 +276,48 @@ def _fake_matmul_backward(
 matmul_backward = define(
     "matmul_backward",
     _matmul_backward,
-    "(Tensor grad, Tensor? mask, Tensor? x, Tensor? x_scale, Tensor weight, Tensor? seed, int bits, str granularity,"
+    "(Tensor grad, Tensor? mask, Tensor? x, Tensor? x_scale, Tensor weight, Tensor? seed,"
+    f" {_packed.SCHEMA}, int bits, str granularity,"
     " int threshold, bool needs_dx, bool needs_dw, bool needs_db) -> (Tensor, Tensor, Tensor)",
     _fake_matmul_backward,
     Signature(
-        {"grad": "N M", "weight": "M K", "x": "N K", "x_scale": "N|1", "mask": "N M/8"},
-        choices={"bits": INT8_BITS, "granularity": GRANULARITIES, **_activation.CHOICES},
+        {"grad": "N M", "weight": "M K", "x": "N K", "x_scale": "N|1", "mask": "N M/8", **_packed.SHAPES},
+        choices={"bits": INT8_BITS, "granularity": GRANULARITIES, **_activation.CHOICES, **_packed.CHOICES},
+        edges=_packed.EDGES,
         int32_sums=("M",),
     ),
 )
 
 
-def saved_input(inputs: tuple[Any, ...], x_q: Tensor, codes_scale: Tensor, keep_codes: bool) -> tuple[Any, Any]:
-    """What an op keeps of its input ``(x, x_scale)``: codes made here, codes that were given, or ``x`` itself."""
-    x, x_scale = inputs[0], inputs[1]
-    return (x_q, codes_scale) if keep_codes and x_scale is None else (x, x_scale)
+def saved_input(
+    inputs: tuple[Any, ...], x_q: Tensor, codes_scale: Tensor, keep_codes: bool, kept: Packed
+) -> tuple[Any, Any, Packed]:
+    """What an op keeps of its input ``(x, x_scale, weight, ...)`` for the gradient of the weight: packed blocks that
+    were given, codes made here, codes that were given, or ``x`` itself."""
+    x, x_scale, weight = inputs[:3]
+    if not weight.requires_grad:
+        return None, None, Packed()
+    if kept.packed is not None:
+        return None, None, kept
+    return (*((x_q, codes_scale) if keep_codes and x_scale is None else (x, x_scale)), kept)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, weight, bias, seed, bits, granularity, keep_codes, relu, threshold, _, keep_mask, _ = inputs
+    _, _, weight, bias, seed, bits, granularity, keep_codes, relu, threshold, _, keep_mask, *packed, _ = inputs
     _, x_q, codes_scale, mask = output
     _activation.check_mask_kept("matmul", relu, threshold, keep_mask)
     ctx.mark_non_differentiable(x_q, codes_scale, mask)
     ctx.set_materialize_grads(False)
-    x, x_scale = saved_input(inputs, x_q, codes_scale, keep_codes)
+    *kept_x, kept = saved_input(inputs, x_q, codes_scale, keep_codes, Packed(*packed))
     kept_mask = mask if relu or threshold else None
-    ctx.save_for_backward(kept_mask, x if weight.requires_grad else None, x_scale, weight, seed)
-    ctx.options = (bits, granularity, threshold)
+    ctx.save_for_backward(kept_mask, *kept_x, weight, seed, *kept.tensors)
+    ctx.options = (kept.packed_bits, kept.projection, bits, granularity, threshold)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * 13
+        return (None,) * 20
     _, _, needs_dw, needs_db = ctx.needs_input_grad[:4]
     needs_dx = needs_rows_grad(ctx)
     dx, dw, db = matmul_backward(grad, *ctx.saved_tensors, *ctx.options, needs_dx, needs_dw, needs_db)
@@ -273,7 +326,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         dx,
         dw if needs_dw else None,
         db.to(ctx.bias_dtype) if needs_db else None,
-        *(None,) * 8,
+        *(None,) * 15,
     )
 
 

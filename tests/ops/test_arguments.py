@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from op_arguments import GRAPH, OPERATORS, E, F, H, K, S, T, arguments_of, codes
-from op_checks import PLAIN
+from op_checks import PLAIN_PRODUCT
 from qgnn import QConfig
 from qgnn.nn import QLinear
 from qgnn.ops import _checks
@@ -154,6 +154,20 @@ BAD = [
         ValueError,
         {"grad": torch.randn(S, 9), "weight": torch.randn(9, F), "mask": torch.zeros(2, S).byte().t()},
         "'mask' to be contiguous, as the forward pass made it",
+    ),
+    ("matmul", ValueError, {"low": None}, "'packed', 'low', 'step' and 'packed_seed' together (got no 'low')"),
+    ("matmul", ValueError, {"packed_seed": None}, "'packed_seed' together (got no 'packed_seed')"),
+    ("matmul", ValueError, {"step": torch.rand(3)}, "'step' of shape [B] with B = 2 (got [3])"),
+    ("matmul", ValueError, {"packed_bits": 3}, "'packed_bits' to be one of (1, 2, 4, 8) (got 3)"),
+    ("matmul_backward", TypeError, {"packed": codes(2, 4)}, "'packed' in torch.uint8, as 'blocks_pack' made it"),
+    ("matmul_backward", ValueError, {"packed_bits": 4}, "'edges' in torch.float32, of shape [16] for 4-bit codes"),
+    ("matmul_backward", ValueError, {"projection": 1 << 16}, "'projection' to be from 0 to 65535 (got 65536)"),
+    ("graph_linear_backward", ValueError, {"packed_seed": torch.tensor(1)}, "'packed_seed' as one torch.int64, of"),
+    (
+        "graph_linear_backward",
+        ValueError,
+        {"edges": torch.tensor([0, 2.0, 1, 3])},
+        "'edges' to rise from 0 to 3 by at least",
     ),
     ("graph_linear", ValueError, {"edge_weight": torch.rand(E - 1)}, "'edge_weight' of shape [E] or [E, H] with E = 7"),
     ("graph_linear_backward", ValueError, {"hidden": codes(S, F)}, "'hidden' of shape [S, M] with M = 3, S = 5"),
@@ -310,7 +324,7 @@ def test_sizes_that_depend_on_data_compile() -> None:
     x_q, x_scale = codes(9, F), torch.rand(9)
 
     def of_some(mask: Tensor, scale_mask: Tensor) -> tuple[Tensor, Tensor]:
-        options = (w, None, None, 8, "row", False, *PLAIN)
+        options = (w, None, None, 8, "row", False, *PLAIN_PRODUCT)
         return layer(x[mask]), torch.ops.qgnn.matmul(x_q[mask], x_scale[scale_mask], *options)[0]
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):

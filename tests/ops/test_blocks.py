@@ -14,7 +14,7 @@ from block_cases import BITS, METADATA, assert_same
 from dense import seed_of
 from op_checks import assert_unbiased, opcheck
 from qgnn import ops, reference, rng
-from qgnn.ops._backends import torch_backend
+from qgnn.ops._backends import STREAM_PACKED, torch_backend
 from qgnn.ops.blocks import _blocks_pack, _blocks_unpack
 
 FP32 = torch.float32
@@ -39,7 +39,8 @@ def test_blocks_are_the_reference(shape: tuple[int, ...], bits: int, dtype: torc
     x = torch.randn(shape).to(dtype)
     for seed in (None, rng.make_seed(3)):
         blocks = ops.blocks_pack(x, seed, bits, 16, torch.bfloat16, *PLAIN_PACK)
-        expected = reference.blocks_pack(x, bits=bits, block_size=16, metadata_dtype=torch.bfloat16, seed=seed)
+        rounding = {"seed": seed, "stream": STREAM_PACKED}
+        expected = reference.blocks_pack(x, bits=bits, block_size=16, metadata_dtype=torch.bfloat16, **rounding)
         assert_same(blocks, expected)
         values = ops.blocks_unpack(*blocks, bits, x.numel(), dtype, *PLAIN_UNPACK)
         assert_same([values], [reference.blocks_unpack(*expected, bits=bits, size=x.numel(), dtype=dtype)])

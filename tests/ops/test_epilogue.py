@@ -23,9 +23,14 @@ K, M = 9, 11
 Run = Callable[..., Tensor]
 
 
+def of_product(epilogue: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The last arguments of an operator that could keep packed rows."""
+    return (*epilogue[:-1], *ops.Packed(), None)
+
+
 def matmul(graph: Graph, epilogue: tuple[Any, ...], bits: int = 8, granularity: str = "row") -> Run:
     options = (rng.make_seed(1), bits, granularity, True)
-    return lambda x, weight, bias: ops.matmul(x, None, weight, bias, *options, *epilogue)[0]
+    return lambda x, weight, bias: ops.matmul(x, None, weight, bias, *options, *of_product(epilogue))[0]
 
 
 def spmm(graph: Graph, epilogue: tuple[Any, ...], bits: int = 8, granularity: str = "row") -> Run:
@@ -39,7 +44,8 @@ def graph_linear(graph: Graph, epilogue: tuple[Any, ...], bits: int = 8, granula
     structure = spmm_structure(graph)
     options = (rng.make_seed(1), bits, granularity, True, False)
     operands = lambda x, weight, bias: (x, None, weight, bias, None, None, graph.mean_factor)  # noqa: E731
-    return lambda x, weight, bias: ops.graph_linear(*operands(x, weight, bias), *structure, *options, *epilogue)[0]
+    options = (*options, *of_product(epilogue))
+    return lambda x, weight, bias: ops.graph_linear(*operands(x, weight, bias), *structure, *options)[0]
 
 
 def inputs(op: Any, graph: Graph) -> dict[str, Tensor]:
@@ -138,13 +144,15 @@ def test_epilogue_opcheck(op: Any, relu: bool, p: float) -> None:
     seed, epilogue, structure = rng.make_seed(1), epilogue_of(relu, p), spmm_structure(graph)
     x, weight, bias = tensors
     if op is matmul:
-        opcheck(ops.matmul, (x, None, weight, bias, seed, 8, "row", True, *epilogue), compiled=True)
+        opcheck(ops.matmul, (x, None, weight, bias, seed, 8, "row", True, *of_product(epilogue)), compiled=True)
     elif op is spmm:
         rows = (x, None, weight, None, graph.mean_factor, bias)
         opcheck(ops.spmm, (*rows, *structure, seed, 8, "row", True, *epilogue), compiled=True)
     else:
         rows = (x, None, weight, bias, None, None, graph.mean_factor)
-        opcheck(ops.graph_linear, (*rows, *structure, seed, 8, "row", True, False, *epilogue), compiled=True)
+        opcheck(
+            ops.graph_linear, (*rows, *structure, seed, 8, "row", True, False, *of_product(epilogue)), compiled=True
+        )
 
 
 @OPS
@@ -161,13 +169,14 @@ def test_epilogue_on_the_kernels(op: Any, relu: bool, p: float, device: str) -> 
         seed, dropout_seed = rng.make_seed(1, place), rng.make_seed(4, place)
         epilogue = (relu, threshold, dropout_seed, True, None)
         if op is matmul:
-            y, _, _, mask = _matmul(backend, x, None, weight, bias, seed, 8, "row", True, *epilogue)
+            y, _, _, mask = _matmul(backend, x, None, weight, bias, seed, 8, "row", True, *of_product(epilogue))
         elif op is spmm:
             rows = (x, None, weight, None, factor, bias)
             y, _, _, mask = _spmm(backend, *rows, *structure, seed, 8, "row", True, *epilogue)
         else:
             rows = (x, None, weight, bias, None, None, factor)
-            y, *_, mask = _graph_linear(backend, *rows, *structure, seed, 8, "row", True, False, *epilogue)
+            options = (seed, 8, "row", True, False, *of_product(epilogue))
+            y, *_, mask = _graph_linear(backend, *rows, *structure, *options)
         g_q, g_scale, db = quantize_gradient(backend, y, mask, threshold, seed, 8, "row", True)
         results.append([t.cpu() for t in (y, mask, g_q, g_scale, db)])
     (y, mask, *back), (y_kernel, mask_kernel, *back_kernel) = results

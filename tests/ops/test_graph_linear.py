@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dense import CASES, adjacency_of, assert_within, degree_of, graph_of, seed_of, sum_bound
 from op_checks import (
-    PLAIN,
+    PLAIN_PRODUCT,
     assert_inputs_unchanged,
     assert_unbiased,
     gradients,
@@ -42,7 +42,7 @@ def run(
     keep_codes: bool = True,
 ) -> Tensor:
     keep_hidden = edge_weight is not None and edge_weight.requires_grad
-    options = (seed_of(seed), bits, granularity, keep_codes, keep_hidden, *PLAIN)
+    options = (seed_of(seed), bits, granularity, keep_codes, keep_hidden, *PLAIN_PRODUCT)
     return ops.graph_linear(x, x_scale, weight, bias, edge_weight, None, row_factor, *spmm_structure(graph), *options)[
         0
     ]
@@ -303,7 +303,7 @@ def test_graph_linear_opcheck(learned: bool, given_codes: bool, granularity: str
     x, x_scale = reference.quantize(x, granularity=granularity) if given_codes else (x.requires_grad_(), None)
     edge_weight_t = None if learned else edge_weight[graph.csc.order]
     edge_weight = edge_weight.requires_grad_(learned)
-    options = (rng.make_seed(1), 8, granularity, True, learned, *PLAIN)
+    options = (rng.make_seed(1), 8, granularity, True, learned, *PLAIN_PRODUCT)
     arguments = (x, x_scale, weight.requires_grad_(), bias.requires_grad_(), edge_weight, edge_weight_t)
     args = (*arguments, graph.mean_factor, *spmm_structure(graph), *options)
     opcheck(ops.graph_linear, args, compiled=granularity == "row" and not given_codes)
@@ -315,7 +315,7 @@ def test_graph_linear_backward_opcheck(needs: tuple[bool, bool, bool, bool]) -> 
     x, weight, _, edge_weight = inputs(graph).values()
     kept = (*reference.quantize(x), weight, *reference.quantize(torch.randn(5, M)))
     graph_arguments = (edge_weight, None, graph.mean_factor, *spmm_structure(graph))
-    args = (torch.randn(80, M), None, *kept, *graph_arguments, rng.make_seed(1), 8, "row", 0, *needs)
+    args = (torch.randn(80, M), None, *kept, *graph_arguments, rng.make_seed(1), *ops.Packed(), 8, "row", 0, *needs)
     opcheck(graph_linear_backward, args)
 
 
@@ -333,10 +333,11 @@ def test_graph_linear_on_the_kernels(device: str) -> None:
         structure = [t.to(place) for t in spmm_structure(graph)]
         factor, options = graph.mean_factor.to(place), (rng.make_seed(1, place), 8, "row")
         y, *kept = _graph_linear(
-            backend, x, None, weight, bias, edge_weight, None, factor, *structure, *options, True, True, *PLAIN
+            backend, x, None, weight, bias, edge_weight, None, factor, *structure, *options, True, True, *PLAIN_PRODUCT
         )
         x_q, x_scale, h_q, h_scale, _ = kept
         saved = (None, x_q, x_scale, weight, h_q, h_scale, edge_weight, None, factor, *structure)
+        options = (options[0], *ops.Packed(), *options[1:])
         back = _graph_linear_backward(backend, grad.to(place), *saved, *options, 0, True, True, True, True)
         results.append([[t.cpu() for t in group] for group in (kept, (y,), back)])
     (kept, (y,), back), (kept_kernel, (y_kernel,), back_kernel) = results

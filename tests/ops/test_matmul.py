@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dense import WIDTHS, assert_within, seed_of, sum_bound
 from op_checks import (
-    PLAIN,
+    PLAIN_PRODUCT,
     assert_inputs_unchanged,
     assert_unbiased,
     gradients,
@@ -36,7 +36,7 @@ def run(
     granularity: str = "row",
     keep_codes: bool = True,
 ) -> Tensor:
-    return ops.matmul(x, x_scale, weight, bias, seed_of(seed), bits, granularity, keep_codes, *PLAIN)[0]
+    return ops.matmul(x, x_scale, weight, bias, seed_of(seed), bits, granularity, keep_codes, *PLAIN_PRODUCT)[0]
 
 
 def dequantized(t: Tensor, stream: int, seed: int | None, bits: int = 8, granularity: str = "row") -> Tensor:
@@ -236,7 +236,7 @@ def test_matmul_opcheck(given_codes: bool, granularity: str, keep_codes: bool) -
     else:
         x.requires_grad_()
     args = (x, x_scale, weight.requires_grad_(), bias.requires_grad_(), rng.make_seed(1), 8, granularity, keep_codes)
-    opcheck(ops.matmul, (*args, *PLAIN), compiled=granularity == "row")
+    opcheck(ops.matmul, (*args, *PLAIN_PRODUCT), compiled=granularity == "row")
 
 
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, False)], ids=str)
@@ -245,7 +245,7 @@ def test_matmul_backward_opcheck(needs: tuple[bool, bool, bool], kept_codes: boo
     x, weight, _ = inputs().values()
     x, x_scale = reference.quantize(x) if kept_codes else (x, None)
     kept = (None, x, x_scale, weight)
-    opcheck(matmul_backward, (torch.randn(N, M), *kept, rng.make_seed(1), 8, "row", 0, *needs))
+    opcheck(matmul_backward, (torch.randn(N, M), *kept, rng.make_seed(1), *ops.Packed(), 8, "row", 0, *needs))
 
 
 @pytest.mark.parametrize("granularity", ["row", "tensor"])
@@ -257,9 +257,10 @@ def test_matmul_on_the_kernels(granularity: str, device: str) -> None:
     results = []
     for backend, move in ((torch_backend(), torch.Tensor.cpu), (triton_backend(), lambda t: t)):
         forward_args = (move(x), None, move(weight), move(bias), move(seed), 8, granularity, True)
-        y, x_q, x_scale, _ = _matmul(backend, *forward_args, *PLAIN)
-        backward_args = (move(grad), None, x_q, x_scale, move(weight), move(seed), 8, granularity, 0, True, True, True)
-        results.append([t.cpu() for t in (y, x_q, x_scale, *_matmul_backward(backend, *backward_args))])
+        y, x_q, x_scale, _ = _matmul(backend, *forward_args, *PLAIN_PRODUCT)
+        backward_args = (move(grad), None, x_q, x_scale, move(weight), move(seed), *ops.Packed(), 8, granularity, 0)
+        back = _matmul_backward(backend, *backward_args, True, True, True)
+        results.append([t.cpu() for t in (y, x_q, x_scale, *back)])
     (y, *codes, dx, dw, db), (y_kernel, *codes_kernel, dx_kernel, dw_kernel, db_kernel) = results
     assert all(torch.equal(a, b) for a, b in zip(codes, codes_kernel, strict=True))
     torch.testing.assert_close(y_kernel, y, rtol=1e-6, atol=1e-6)

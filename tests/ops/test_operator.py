@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from op_arguments import OPERATORS, arguments_of
-from op_checks import shares_memory
+from op_checks import PLAIN_PRODUCT, shares_memory
 from qgnn import ops
 from qgnn.ops import _operator
 
@@ -39,7 +39,7 @@ def test_a_node_has_the_name_of_its_operator() -> None:
         None,
         torch.randn(3, 6, requires_grad=True),
         *(None, None, 8, "row", True),
-        *(False, 0, None, False, None),
+        *PLAIN_PRODUCT,
     )
     assert y[0].grad_fn.name() == "qgnn_matmul_Backward"
 
@@ -65,7 +65,7 @@ def test_torch_compile_does_not_look_into_calls_of_a_frame_that_it_gave_up() -> 
     def step() -> torch.Tensor:
         try:
             torch._dynamo.graph_break()
-            return ops.matmul(x, None, weight, *(None, None, 8, "row", True), *(False, 0, None, False, None))[0]
+            return ops.matmul(x, None, weight, *(None, None, 8, "row", True), *PLAIN_PRODUCT)[0]
         finally:
             torch._dynamo.graph_break()
 

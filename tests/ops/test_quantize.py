@@ -45,8 +45,8 @@ def test_quantize_seeds() -> None:
 
 def test_streams_of_an_operator_are_distinct() -> None:
     streams = [value for name, value in vars(_backends).items() if name.startswith("STREAM_")]
-    assert len(streams) == 9
-    assert len(set(streams)) == 9
+    assert len(streams) == 11
+    assert len(set(streams)) == 11
 
 
 def test_quantize_leaves_its_input_alone() -> None:

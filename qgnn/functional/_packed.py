@@ -1,0 +1,50 @@
+"""Packed blocks that products keep of their rows, by ``QConfig.save``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from qgnn import ops
+from qgnn.bins import best_block_size
+from qgnn.config import QConfig
+from qgnn.formats import Blocks
+from qgnn.functional.blocks import edges_of, pack
+from qgnn.qtensor import QTensor
+from qgnn.rng import make_seed
+
+_MANY = 1 << 30  # values of a large tensor
+
+
+@cache
+def _cached_block_size(bits: int, bins: str) -> int:
+    return best_block_size(bits, _MANY, bins)
+
+
+@torch.compiler.assume_constant_result  # an optimization in Python, which no one should trace
+def _usual_block_size(bits: int, bins: str) -> int:
+    return _cached_block_size(bits, bins)
+
+
+def packed_rows(x: Tensor, blocks: Blocks, seed: int | Tensor | None) -> ops.Packed:
+    """What products keep of the rows ``x`` in place of codes.
+
+    A length of blocks that is left open is that for large tensors: a compiler does not know the number of rows.
+    """
+    if blocks.block_size is None:
+        blocks = replace(blocks, block_size=_usual_block_size(blocks.bits, blocks.bins))
+    seed = make_seed(seed, x.device)
+    c = pack(x, blocks, seed)
+    return ops.Packed(c.packed, c.low, c.step, edges_of(blocks, x.device), seed, blocks.bits, c.columns)
+
+
+def kept_rows(config: QConfig, x: Tensor | QTensor, weight: Tensor, seed: int | Tensor | None) -> ops.Packed:
+    """The packed rows that a product keeps for the gradient of ``weight``, as operators take them. Codes of a constant
+    stay as they are: they live anyway."""
+    rows, packed = (x.origin, x.packed) if isinstance(x, QTensor) else (x, None)
+    if rows is None or not isinstance(config.save, Blocks) or not (weight.requires_grad and torch.is_grad_enabled()):
+        return ops.Packed()
+    return packed_rows(rows, config.save, seed) if packed is None else packed
