@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from qgnn.cli.measure import MIB, SavedBytes
+from qgnn.cli.measure import MIB, SavedBytes, storages_of
 from qgnn.cli.provenance import Stamp, now
 
 from .clock import Clock, percentile
@@ -219,6 +219,20 @@ def storage_mib(tensors: Iterable[Tensor]) -> float:
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values()) / MIB
+
+
+def made(forward: Callable[[], Any]) -> list[Tensor]:
+    """Tensors that live after a forward pass and did not before, its results left out: what it keeps, whatever stands
+    for a tensor."""
+
+    def alive() -> list[Tensor]:
+        gc.collect()
+        return [t for t in gc.get_objects() if type(t) in (Tensor, torch.nn.Parameter)]
+
+    before = alive()
+    results = forward()
+    excluded = {s.data_ptr() for t in (*before, *results) for s in storages_of(t)}
+    return [t for t in alive() if all(s.data_ptr() not in excluded for s in storages_of(t))]
 
 
 @contextmanager

@@ -4,7 +4,6 @@ on the shape of ogbn-arxiv, as it is, under checkpoints and in codes of a few bi
 It is the model of EXACT and of its block-wise successor (arXiv:2309.11856), whose bytes :mod:`bench.compression` has.
 """
 
-import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -23,12 +22,12 @@ from torch_geometric.nn import GraphSAGE
 import qgnn
 from qgnn import QConfig, compress_activations
 from qgnn.bins import best_block_size, optimal_bins, predicted_variance
-from qgnn.cli.measure import MIB, storages_of
+from qgnn.cli.measure import MIB
 from qgnn.compress import Report
 from qgnn.formats import Blocks
 
 from ..compression import PUBLISHED_MIB
-from ..harness import Provider, UnavailableError, Work
+from ..harness import Provider, UnavailableError, Work, made
 from .inputs import INT8, Setting, adjacency, graph, graph_name
 from .layer import BF16_COUNTS
 from .step import TOLERANCE, Context, Network, autocast_bf16, training_step
@@ -146,20 +145,6 @@ def same_masks(model: GraphSAGE) -> GraphSAGE:
     return model
 
 
-def made(forward: Callable[[], Any]) -> list[Tensor]:
-    """Tensors that live after a forward pass and did not before, its results left out: what it keeps, whatever stands
-    for a tensor."""
-
-    def alive() -> list[Tensor]:
-        gc.collect()
-        return [t for t in gc.get_objects() if type(t) in (Tensor, torch.nn.Parameter)]
-
-    before = alive()
-    results = forward()
-    excluded = {s.data_ptr() for t in (*before, *results) for s in storages_of(t)}
-    return [t for t in alive() if all(s.data_ptr() not in excluded for s in storages_of(t))]
-
-
 class Problem:
     """Data, first weights and loss that the providers share."""
 
@@ -260,6 +245,8 @@ class Problem:
 
         The variance is over ``seeds`` times the usual number of them.
         """
+        if "budget_mib" in how:
+            how = {**how, "budget_mib": how["budget_mib"] * self.setting.scale}
         given, compressor = edges(), compress_activations(**how)
 
         def make_model() -> GraphSAGE:
