@@ -159,8 +159,9 @@ def test_variance_and_bias_are_told_apart() -> None:
     assert blocksize.Passes(exact, [0 * exact], [1.0], 0.0).metrics(exact) == {"variance": 0.0, "bias": 1.0}
 
 
-def test_operands_are_kept_at_equal_bytes() -> None:
-    problem = blocksize.Problem("wordnet", "gcn", QUICK)
+@pytest.mark.parametrize("kind", blocksize.KINDS)
+def test_operands_are_kept_at_equal_bytes(kind: str) -> None:
+    problem = blocksize.Problem("wordnet", kind, QUICK)
     how = blocksize.OPERANDS["int2"]
     ours, pruned = problem.measure_operands(how), problem.measure_rival(rivals.top_k, how)
     assert pruned.saved_mib == pytest.approx(ours.saved_mib, rel=0.1)

@@ -80,9 +80,11 @@ def operands_in(codec: Codec, features: Tensor, min_size: int = 1024) -> Iterato
     sizes: list[int] = []
     products = _Products()
 
+    def is_kept_anyway(t: Tensor) -> bool:
+        return (t.is_leaf and t.requires_grad) or t.data_ptr() == features.data_ptr()
+
     def pack(t: Tensor) -> Any:
-        lives_anyway = (t.is_leaf and t.requires_grad) or t.data_ptr() == features.data_ptr()
-        if not products.running or lives_anyway or t.numel() < min_size:
+        if not products.running or t.numel() < min_size or is_kept_anyway(t):
             return t.detach()  # the tensor itself would keep its own graph alive
         # What a codec draws must not change dropout's masks.
         with torch.no_grad(), torch._C.DisableTorchFunction(), torch.random.fork_rng():
