@@ -13,7 +13,7 @@ import torch
 from qgnn.cli.measure import PeakMemory
 
 from .clock import make_clock
-from .harness import MIB, UnavailableError, Work, saved_bytes
+from .harness import UnavailableError, Work
 from .suites.inputs import Setting
 from .suites.memory import PROBLEMS
 
@@ -27,12 +27,12 @@ def measure(work: Work, memory: PeakMemory, base_mib: float, device: torch.devic
     peak_mib = memory.mib
     assert peak_mib is not None
     assert work.check is not None
-    assert work.forward is not None
     return {
         "times_ms": times_ms,
         "peak_mib": peak_mib - base_mib,
-        "saved_mib": saved_bytes(work.forward) / MIB,
+        "saved_mib": work.kept_mib(),
         "results": work.check(),
+        "metrics": work.metrics and work.metrics(),
     }
 
 

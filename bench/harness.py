@@ -12,11 +12,12 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qgnn.cli.measure import MIB, SavedBytes
+from qgnn.cli.measure import MIB, SavedBytes, storages_of
 from qgnn.cli.provenance import Stamp, now
 
 from .clock import Clock, percentile
@@ -35,13 +36,22 @@ class Work:
         run: The timed call.
         check: The same work from the same state, returning what the gate compares; ``None``: the result of ``run``.
         forward: One forward pass, to count what it keeps for the backward pass, or ``None``.
-        kept: Where there is no forward pass, the tensors that are kept from call to call, or ``None``.
+        kept: The tensors that are kept from call to call, or for the backward pass where hooks hide them from
+            ``forward``; or ``None``.
+        metrics: What else is measured, by name.
     """
 
     run: Callable[[], object]
     check: Callable[[], Sequence[Tensor]] | None = None
     forward: Callable[[], object] | None = None
     kept: Callable[[], Iterable[Tensor]] | None = None
+    metrics: Callable[[], Mapping[str, float]] | None = None
+
+    def kept_mib(self) -> float | None:
+        """MiB that are kept, or ``None`` if they are not counted."""
+        if self.kept is not None:
+            return storage_mib(self.kept())
+        return None if self.forward is None else saved_bytes(self.forward) / MIB
 
 
 @dataclass(frozen=True)
@@ -212,6 +222,20 @@ def storage_mib(tensors: Iterable[Tensor]) -> float:
     return sum(storages.values()) / MIB
 
 
+def made(forward: Callable[[], Any]) -> list[Tensor]:
+    """Tensors that live after a forward pass and did not before, its results left out: what it keeps, whatever stands
+    for a tensor."""
+
+    def alive() -> list[Tensor]:
+        gc.collect()
+        return [t for t in gc.get_objects() if type(t) in (Tensor, torch.nn.Parameter)]
+
+    before = alive()
+    results = forward()
+    excluded = {s.data_ptr() for t in (*before, *results) for s in storages_of(t)}
+    return [t for t in alive() if all(s.data_ptr() not in excluded for s in storages_of(t))]
+
+
 @contextmanager
 def _attempt(entry: Entry, say: Callable[[str, str], None]) -> Iterator[None]:
     """Make an exception, running out of memory included, the failure of this provider alone."""
@@ -269,10 +293,8 @@ def _count(entry: Entry, device: torch.device) -> None:
     """What a call keeps, and the memory that it takes."""
     if entry.work is not None:
         entry.peak_mib = peak_mib(entry.work, device)
-        if entry.work.forward is not None:
-            entry.saved_mib = saved_bytes(entry.work.forward) / MIB
-        elif entry.work.kept is not None:
-            entry.saved_mib = storage_mib(entry.work.kept())
+        entry.saved_mib = entry.work.kept_mib()
+        entry.metrics = entry.work.metrics and entry.work.metrics()
 
 
 def measure(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from . import compression
 from .summary import commit_of, region, table
 from .tables import accuracy_region, layer_region
 
@@ -99,6 +100,9 @@ def regions(results: Path) -> Iterator[tuple[str, str]]:
     yield BENCH, region(results)
     for name, make in ((LAYER, layer_region), (ACCURACY, accuracy_region)):
         if text := make(results):
+            yield name, text
+    for name in compression.PARTS:
+        if text := compression.region(results, name):
             yield name, text
     yield ROOFLINE, roofline_region()
     for path in sorted((results / SASS).glob("triton-*.json"))[-1:]:

@@ -39,8 +39,9 @@ PAIRS = {
     "codes-in": (("onednn.qlinear int8", "torch fp32"), ("torch._int_mm int8", "torch fp32")),
 }
 # Without a speed-up: no work of ours, one a process, training, statistics, what the machine allows.
-APART = ("optimizer", "memory", "accuracy", "distribution", "device")
+APART = ("optimizer", "memory", "blocksize", "accuracy", "distribution", "device")
 WHOLE = ("train", "layer", "attention")  # suites that README shows at once; the primitives fold
+COMPRESSED = "/sage/"  # in cases of the suite memory that have tables of their own
 OWN = ("layer",)  # suites with a region of their own
 
 
@@ -212,7 +213,10 @@ def region(results: Path) -> str:
         speed = [line for line in lines(groups) if line.suite not in (*APART, *OWN)]
         if whole := [_speed_row(line) for line in speed if line.suite in WHOLE]:
             parts.append(table(SPEED, whole))
-        if memory := [_memory_row(record) for group in groups if group[0]["suite"] == "memory" for record in group]:
+        memory_groups = [
+            group for group in groups if group[0]["suite"] == "memory" and COMPRESSED not in group[0]["case"]
+        ]
+        if memory := [_memory_row(record) for group in memory_groups for record in group]:
             parts.append(table(MEMORY, memory))
         alone = [line for line in speed if line.suite not in WHOLE]
         if primitives := [_speed_row(line) for line in alone if line.pass_ != WARM]:

@@ -64,12 +64,24 @@ def suite_records(rehearsal: tuple[subprocess.CompletedProcess, Path], suite: st
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+KEEPING = (
+    "layer",
+    "train",
+    "attention",
+    "activation",
+    "optimizer",
+    "memory",
+    "blocksize",
+)  # suites that count kept bytes
+
+
 @pytest.mark.parametrize("suite", suites.SUITES)
 def test_rehearsal_writes_whole_records(rehearsal: tuple[subprocess.CompletedProcess, Path], suite: str) -> None:
     (path,) = rehearsal[1].glob(f"*/{suite}.jsonl")
     for record in suite_records(rehearsal, suite):
+        has_metrics = suite in ("blocksize", "distribution") or " pyg " in record["provider"]  # of ours, around PyG's
         trains = suite == "accuracy" or (suite == "optimizer" and "/seed" in record["case"])
-        more = ["test_acc"] if trains else ["metrics"] if suite == "distribution" else []
+        more = ["test_acc"] if trains else ["metrics"] if has_metrics else []
         assert tuple(record) == (*records.FIELDS, *more)
         assert 0 <= record.get("test_acc", 0) <= 1
         assert record["ok"] is True
@@ -80,8 +92,7 @@ def test_rehearsal_writes_whole_records(rehearsal: tuple[subprocess.CompletedPro
         assert re.sub(r"[^a-z0-9]+", "-", record["device"].lower()) == path.parent.name
         assert {"python", "qgnn", "torch", "torch_geometric", "triton"} <= set(record["versions"])
         assert datetime.fromisoformat(record["utc"]).utcoffset().total_seconds() == 0
-        keeps = ("layer", "train", "attention", "activation", "optimizer", "memory")
-        assert (record["saved_mib"] is not None) == (suite in keeps)
+        assert (record["saved_mib"] is not None) == (suite in KEEPING)
         assert (record["peak_mib"] is not None) == (suite == "memory")  # a CPU counts it for a whole process only
 
 
@@ -100,7 +111,7 @@ def test_every_case_has_ours_and_a_rival(rehearsal: tuple[subprocess.CompletedPr
 
 def test_memory_of_a_step_holds_what_it_keeps(rehearsal: tuple[subprocess.CompletedProcess, Path]) -> None:
     for record in suite_records(rehearsal, "memory"):
-        assert record["peak_mib"] > record["saved_mib"] > 0.1
+        assert record["peak_mib"] > record["saved_mib"] > 0.05
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""What a step takes of memory, of a GCN and of layers with attention: each provider in a process of its own."""
+"""What a step takes of memory, of a GCN, of layers with attention and of GraphSAGE under the compressor of activations:
+each provider in a process of its own."""
 
 import subprocess
 import sys
@@ -13,13 +14,16 @@ from torch import Tensor
 
 from ..harness import Case, Measured, Provider, UnavailableError
 from ..records import ROOT
-from . import layer, train
+from . import layer, sage, train
 from .inputs import Setting
 
-TIMEOUT_SECONDS = 300
+TIMEOUT_SECONDS = 900
 
 # Every child takes seconds to import what it needs.
-QUICK_PROVIDERS = ("qgnn int8", "pyg coo fp32")
+QUICK: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gcn", "gat"), ("qgnn int8", "pyg coo fp32")),
+    "sage": ("qgnn pyg csr int2-rp8 rows1", "qgnn pyg csr int1-rp4 G192 redrawn", "pyg csr fp32"),
+}
 
 
 class Problem(Protocol):
@@ -34,6 +38,7 @@ class Problem(Protocol):
 
 PROBLEMS: dict[str, Callable[[Setting], Problem]] = {
     "gcn": partial(train.Problem, "arxiv"),
+    "sage": sage.Problem,
     **{kind: partial(layer.Problem, kind, "arxiv") for kind in layer.ATTENTION},
 }
 
@@ -54,8 +59,10 @@ def _measure(name: str, provider: str, setting: Setting) -> Measured:
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    for name, make in list(PROBLEMS.items())[: 2 if setting.quick else None]:
+    for name, make in PROBLEMS.items():
+        if setting.quick and name not in QUICK:
+            continue
         problem = make(setting)
-        chosen = [p for p in problem.providers() if not setting.quick or p.name in QUICK_PROVIDERS]
+        chosen = [p for p in problem.providers() if not setting.quick or p.name in QUICK[name]]
         providers = [Provider(p.name, partial(_measure, name, p.name, setting), p.tolerance) for p in chosen]
         yield Case(problem.name, "step", problem.exact, providers)

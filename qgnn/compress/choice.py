@@ -15,7 +15,7 @@ from qgnn.compress.budget import Budget, Key
 from qgnn.compress.policy import Rule
 from qgnn.compress.report import SavedTensor
 from qgnn.compress.saved import Codes
-from qgnn.formats import Blocks
+from qgnn.formats import MAX_BLOCK_SIZE, Blocks
 
 Excluded = str | nn.Module | Callable[[SavedTensor], bool]
 
@@ -29,6 +29,7 @@ class Formats:
         runs: Whether a module runs.
         block_sizes: Lengths of blocks measured so far, to be added to; ``None`` to measure none.
         budget: What chooses widths, or ``None``.
+        block_rows: Rows of a block, in place of the length that ``blocks`` has, or ``None``.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class Formats:
         runs: Callable[[nn.Module], bool],
         block_sizes: dict[tuple[Key, int], int] | None,
         budget: Budget | None,
+        block_rows: int | None = None,
     ) -> None:
         self._blocks, self._exclude, self._runs = blocks, exclude, runs
-        self._block_sizes, self._budget = block_sizes, budget
+        self._block_sizes, self._budget, self._block_rows = block_sizes, budget, block_rows
         self._seen: Counter[tuple[str, str]] = Counter()
         self._adaptive: Key | None = None  # the tensor that was chosen for last, if its width is the budget's
 
@@ -61,6 +63,11 @@ class Formats:
         # quarter in long blocks.
         if blocks.projection is None and not rule.normal:
             blocks = replace(blocks, bins="uniform")
+        if self._block_rows is not None:
+            columns = values.shape[-1]
+            num_values = self._block_rows * (blocks.columns(columns) or columns)
+            whole = -(-num_values // 8) * 8  # bytes in any width
+            blocks = replace(blocks, block_size=min(whole, MAX_BLOCK_SIZE))
         if self._budget is not None:
             self._adaptive, blocks = key, self._budget.choose(key, blocks)
         if self._block_sizes is not None and blocks.projection is None:  # a projection mixes values to normal ones

@@ -87,7 +87,7 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
     number of values that a mean is of. Whatever else is saved (by extrema, or functions of other packages) is kept as
     it is, and so are parameters, constants from outside of the block, sparse tensors and vectors. The report lists it.
 
-    After EXACT (Liu et al., ICLR 2022, ``block_size`` = F / ``projection``), its `block-wise successor
+    After EXACT (Liu et al., ICLR 2022, ``block_rows`` = 1), its `block-wise successor
     <https://arxiv.org/abs/2309.11856>`_ (longer blocks, ``bins="optimal"``) and `GACT <https://arxiv.org/abs/2206.11357>`_.
 
     Blocks may be nested, in which case the innermost one holds, entered again and again, and used in several threads,
@@ -105,6 +105,8 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         projection: Ratio of a random projection of the columns of operands of dense products, or ``None``.
         bins: ``"uniform"``, or ``"optimal"``: bins that minimize the variance of normal values, for what is projected
             and for inputs of norms. Other values are rounded more coarsely by them, and keep uniform ones.
+        block_rows: Rows that share an offset and a step, in place of ``block_size``: of what is coded, projected (the
+            papers' G / R') or not. EXACT has one.
         seed: Seed of all rounding; a new object with the same one gives the same codes in the same order of functions,
             and goes on from there when it is entered again. ``None`` takes one from torch's generator, which is moved
             on at the end of the block: masks of the block's dropout stay what they would be without it.
@@ -143,6 +145,7 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         bins: str = "uniform",
         seed: int | None = None,
         *,
+        block_rows: int | None = None,
         metadata_dtype: torch.dtype = torch.bfloat16,
         min_size: int = 1024,
         exclude: Excluded | Iterable[Excluded] = (),
@@ -150,6 +153,12 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         budget_mib: float | None = None,
         reestimate_every: int = 200,
     ) -> None:
+        if block_rows is not None and (block_size is not None or block_rows < 1):
+            raise ValueError(
+                f"'compress_activations' expects 'block_rows' of at least 1, and no 'block_size' beside it (got "
+                f"{block_rows} and {block_size})"
+            )
+        self._block_rows = block_rows
         self._block_sizes: dict[tuple[Key, int], int] | None = None
         if isinstance(block_size, str):
             if block_size != "measured":
@@ -183,7 +192,8 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         if torch.compiler.is_compiling():
             _refuse()
         sessions, modules = _open_sessions(), RunningModules()
-        formats = Formats(self._blocks, self._exclude, modules.__contains__, self._block_sizes, self._budget)
+        chosen = (self._block_sizes, self._budget, self._block_rows)
+        formats = Formats(self._blocks, self._exclude, modules.__contains__, *chosen)
         session = Session(formats, self._seeds_of_block(), self._min_size, modules.name)
         if self._budget is not None:
             self._budget.begin()

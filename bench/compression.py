@@ -1,0 +1,163 @@
+"""README's tables of the compressor of activations, made of records: bytes, the gradient's variance, block lengths."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from .records import Record
+from .summary import COMPRESSED, machines, ms, provenance, table
+
+Row = tuple[str, ...]
+
+# MiB on the shape of ogbn-arxiv by rows of a block, after arXiv:2309.11856: INT2 codes of two 16-wide operands a layer
+# and of two 128-wide inputs of batch norm, bits for ReLU and dropout, four bytes of metadata a block.
+PUBLISHED_MIB = {1: 30.47, 2: 27.89, 4: 26.60, 8: 25.95, 16: 25.72, 32: 25.60, 64: 25.56}
+_ROWS = re.compile(r" int2-rp8 rows(\d+)$")
+_BLOCK = re.compile(r"/(int(\d)[a-z0-9-]*)$")
+
+SWEEP = ("G/R'", "published MiB", "MiB of the same tensors", "MiB in all", "gradient's variance")
+SWEEP_NOTE = (
+    "INT2 with projection 8, blocks of G/R' rows, as published; in all: with the loss's gradient. The published figure "
+    "counts an operand that is the data set's features, which we do not keep. Variance: squared distance of the "
+    "gradient of all parameters from the exact one over its square, mean over seeds with its standard error."
+)
+STEP = ("provider", "kept MiB", "MB", "peak MiB", "ms", "gradient's variance")
+STEP_NOTE = "Each provider has a process of its own, one after another, so that times compare roughly."
+BLOCKS = (
+    *("graph and model", "format", "variance at G8", "G128", "G2048", "G65536", "MiB at G8", "G65536"),
+    *("G of least cost", "rule, normal values", "rule, measured"),
+)
+BLOCKS_NOTE = (
+    "The gradient's relative variance by block length G. Least cost: the rule of `qgnn.bins.best_block_size` on that "
+    "variance; beside it, what the rule chooses for the largest operand, without and with a look at its values."
+)
+EQUAL = ("graph and model", "EXACT's MiB", "variance", "least within them", "G", "MiB", "variance", "times less")
+EQUAL_NOTE = "EXACT is INT2 with projection 8 in blocks of a row. Within its bytes, the format of the least variance."
+OPERANDS = ("graph and model", "bytes of", "provider", "KiB", "variance", "bias", "ms")
+OPERANDS_NOTE = (
+    "Operands of dense products alone, at equal bytes (but for bf16). Variance and bias: relative squares of the error "
+    "of the gradient of all parameters; a bias stays however many steps are averaged."
+)
+
+Groups = Sequence[Sequence[Record]]
+
+
+def _variance(found: dict[str, float]) -> str:
+    error = found.get("variance_error")
+    return f"{found['variance']:.3g}" + (f" ± {error:.1g}" if error else "")
+
+
+def _measured(record: Record) -> dict[str, float]:
+    return record.get("metrics") or {}
+
+
+def _is_step(group: Sequence[Record]) -> bool:
+    return group[0]["suite"] == "memory" and COMPRESSED in group[0]["case"]
+
+
+def sweep_rows(groups: Groups) -> Iterator[Row]:
+    for group in filter(_is_step, groups):
+        for record in group:
+            match = _ROWS.search(record["provider"])
+            if match and record["ok"] and "csr" in record["provider"]:
+                found, rows = _measured(record), int(match[1])
+                sizes = (found["published_mib"], record["saved_mib"])
+                yield (match[1], f"{PUBLISHED_MIB[rows]:.2f}", *(f"{size:.2f}" for size in sizes), _variance(found))
+
+
+def step_rows(groups: Groups) -> Iterator[Row]:
+    for group in filter(_is_step, groups):
+        for record in group:
+            if not record["ok"]:
+                yield (record["provider"], "failed", "", "", "", "")
+                continue
+            found = _measured(record)
+            variance = _variance(found) if found else "" if "bf16" in record["provider"] else "0"
+            sizes = f"{record['saved_mib']:.1f}", f"{record['saved_mib'] * 1.048576:.1f}", f"{record['peak_mib']:.0f}"
+            yield (record["provider"], *sizes, ms(record), variance)
+
+
+def _blocks(groups: Groups) -> Iterator[tuple[str, str, int, dict[int, Record]]]:
+    """Graph and model, format and bits of each case, and its records by block length."""
+    for group in groups:
+        match = _BLOCK.search(group[0]["case"])
+        if group[0]["suite"] == "blocksize" and match and "/operands/" not in group[0]["case"]:
+            ours = [record for record in group if record["ok"] and "block_size" in _measured(record)]
+            by_length = {int(record["metrics"]["block_size"]): record for record in ours}
+            if by_length:
+                yield group[0]["case"][: match.start()], match[1], int(match[2]), by_length
+
+
+def block_rows(groups: Groups) -> Iterator[Row]:
+    from qgnn.bins import best_block_size
+
+    for name, format_, bits, found in _blocks(groups):
+        variances = {size: record["metrics"]["variance"] for size, record in found.items()}
+        first = next(iter(found.values()))["metrics"]
+        bins = "optimal" if format_.endswith("vm") else "uniform"
+        least = best_block_size(bits, int(first["values"]), bins, variances=variances)
+        yield (
+            *(name, format_),
+            *(f"{variances[size]:.3g}" if size in found else "" for size in (8, 128, 2048, 65536)),
+            *(f"{found[size]['saved_mib']:.2f}" if size in found else "" for size in (8, 65536)),
+            *map(str, (least, int(first["predicted_block"]), int(first["measured_block"]))),
+        )
+
+
+def equal_rows(groups: Groups) -> Iterator[Row]:
+    by_model: dict[str, dict[tuple[str, int], Record]] = {}
+    for name, format_, _, found in _blocks(groups):
+        by_model.setdefault(name, {}).update({(format_, size): record for size, record in found.items()})
+    for name, found_all in by_model.items():
+        row = ("int2-rp8", 8)  # the shortest block, which is about a row of a projected operand
+        if row not in found_all:
+            continue
+        exact = found_all[row]
+        within = {key: record for key, record in found_all.items() if record["saved_mib"] <= exact["saved_mib"]}
+        format_, size = min(within, key=lambda key: within[key]["metrics"]["variance"])
+        best = within[format_, size]
+        variances = [record["metrics"]["variance"] for record in (exact, best)]
+        yield (
+            *(name, f"{exact['saved_mib']:.2f}", f"{variances[0]:.3g}", format_, str(size)),
+            *(f"{best['saved_mib']:.2f}", f"{variances[1]:.3g}", f"{variances[0] / variances[1]:.3g}"),
+        )
+
+
+def operand_rows(groups: Groups) -> Iterator[Row]:
+    for group in groups:
+        name, _, format_ = group[0]["case"].partition("/operands/")
+        if group[0]["suite"] == "blocksize" and format_:
+            for record in (record for record in group if record["ok"]):
+                found = record["metrics"]
+                kib = f"{1024 * record['saved_mib']:.1f}"
+                yield (
+                    name,
+                    format_,
+                    record["provider"],
+                    kib,
+                    f"{found['variance']:.3g}",
+                    f"{found['bias']:.3g}",
+                    ms(record),
+                )
+
+
+PARTS = {
+    "compress": ((SWEEP, sweep_rows, SWEEP_NOTE), (STEP, step_rows, STEP_NOTE)),
+    "blocksize": (
+        (BLOCKS, block_rows, BLOCKS_NOTE),
+        (EQUAL, equal_rows, EQUAL_NOTE),
+        (OPERANDS, operand_rows, OPERANDS_NOTE),
+    ),
+}
+
+
+def region(results: Path, name: str) -> str:
+    """The tables of one region, by machine; empty without records."""
+    parts = []
+    for machine, groups in machines(results).items():
+        made = [(header, list(rows(groups)), note) for header, rows, note in PARTS[name]]
+        tables = [f"{table(header, rows)}\n\n{note}" for header, rows, note in made if rows]
+        chosen = [g for g in groups if (_is_step(g) if name == "compress" else g[0]["suite"] == name)]
+        if tables:
+            parts.append("\n\n".join((f"**{machine}**: {provenance(chosen)}", *tables)))
+    return "\n\n".join(parts)
