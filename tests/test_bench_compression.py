@@ -225,9 +225,9 @@ def test_rows_are_those_of_what_is_coded() -> None:
             (hidden * (hidden + 1)).sum().backward()
         return [t.format for t in report.by_tensor if "int2" in t.format]
 
-    assert formats(block_rows=3) == ["int2/G192", "int2/G96", "int2/G96"]
-    assert formats(block_rows=3, projection=8) == ["int2-rp8/G24", "int2/G96", "int2/G96"]
-    assert formats(block_rows=1 << 20) == ["int2/G65536"] * 3
+    assert formats(block_rows=3) == ["int2-g192", "int2-g96", "int2-g96"]
+    assert formats(block_rows=3, projection=8) == ["int2-rp8-g24", "int2-g96", "int2-g96"]
+    assert formats(block_rows=1 << 20) == ["int2-g65536"] * 3
     for how in ({"block_rows": 0}, {"block_rows": 1, "block_size": 64}):
         with pytest.raises(ValueError, match="expects 'block_rows' of at least 1, and no 'block_size' beside it"):
             qgnn.compress_activations(**how)
