@@ -98,7 +98,7 @@ def predicted_variance(bits: int, block_size: int, edges: Tensor | None = None) 
     ``2 |Phi^-1(1/d)| / (2**bits - 1)`` deviations.
 
     The range of ``d`` normal values is longer than that on the average, by a quarter for ``d = 8`` and a twentieth for
-    ``d = 1024``.
+    ``d = 1024``. Arguments and errors are those of :func:`expected_variance`.
     """
     steps = expected_variance(bits, block_size, edges)
     return steps * (2 * _half_range(block_size) / ((1 << bits) - 1)) ** 2 if block_size > 2 else 0.0
@@ -179,7 +179,7 @@ def optimal_bins(bits: int, block_size: int) -> Tensor:
 
     Example:
         >>> optimal_bins(2, 64)
-        tensor([0.0000, 1.0862, 1.9138, 3.0000])
+        tensor([0.0000, 1.0861, 1.9139, 3.0000])
     """
     _check("optimal_bins", bits, 4, block_size, least=2)
     return torch.tensor(_constant_bins(bits, block_size))
@@ -258,8 +258,8 @@ def _edges_of(owner: str, bits: int, bins: str) -> Callable[[int], Tensor | None
 
 
 def rounding_variance(steps: Tensor, edges: Tensor | None = None) -> Tensor:
-    """Variance of stochastic rounding of each of ``steps``, positions from 0 to ``2**bits - 1``, between ``edges``
-    (``None``: whole numbers)."""
+    """Variance of stochastic rounding of each of ``steps``, positions from 0 to ``2**bits - 1`` of any shape, between
+    ``edges`` (``None``: whole numbers), in squared steps."""
     if edges is None:
         fraction = steps - steps.floor()
         return fraction * (1 - fraction)
@@ -296,6 +296,10 @@ def measure_variances(x: Tensor, bits: int, bins: str = "uniform") -> dict[int, 
 
     Raises:
         ValueError: For a width that there are no such bins of, or for other bins.
+
+    Example:
+        >>> found = measure_variances(torch.randn(1000, 128), bits=2)
+        >>> best_block_size(2, 128_000, variances=found)
     """
     _check("measure_variances", bits, 8, SMALLEST_BLOCK)
     edges = _edges_of("measure_variances", bits, bins)
@@ -338,6 +342,17 @@ def fit(x: Tensor, block_size: int, quantiles: Sequence[float] = QUANTILES) -> F
 
     The ends of the range count as in the model, where each has a share of ``1 / block_size``. The uniform distribution
     gets the same ends, so that only what lies between is compared. It reads the result back: not for a training step.
+
+    Args:
+        x: Values in the order in which they are stored.
+        block_size: Values that share a range, 3 to 65536.
+        quantiles: Probabilities of the quantiles that are returned.
+
+    Raises:
+        ValueError: For other block sizes, or if no block has a range.
+
+    Example:
+        >>> fit(torch.randn(1000, 128), 256).ks
     """
     _check("fit", 1, 1, block_size, least=1)
     if block_size <= 2:

@@ -25,9 +25,9 @@ class QConfig:
         fmt: A number format from :mod:`qgnn.formats`; ``None`` means ``Int(bits)``.
         save: What is kept for the backward pass: ``"int8"`` codes, ``"fp32"`` for the operands themselves, or
             :class:`qgnn.formats.Blocks` for packed codes of the rows of products, or of their random projection. They
-            are rounded at random whatever ``rounding`` says, and the forward pass is that of ``"int8"``. Constants keep
-            the codes that they have; so do rows for the gradient of edge weights, of
-            :func:`qgnn.functional.sddmm` and of attention. Sums with constant weights keep nothing.
+            are rounded at random whatever ``rounding`` says, and the forward pass is that of ``"int8"``. Of
+            constants, and of rows that gradients of edge weights, of :func:`qgnn.functional.sddmm` and of attention
+            read, the codes are kept. Sums with constant weights keep nothing.
         keep_fp32: Names of submodules that a model conversion leaves in full precision.
         block_size: Columns of a block with ``granularity="block"``.
 

@@ -83,19 +83,20 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
     - of losses with one result the gradient, in 8 bits; of softmax two roundings of its result;
     - of ReLU, leaky ReLU, hardtanh and dropout a bit an element, which is exact, as are narrower integers of indices.
 
-    Of batch norm, layer norm and group norm the input is coded, which leaves a bias: the rounding's variance over the
-    number of values that a mean is of. Whatever else is saved (by extrema, or functions of other packages) is kept as
-    it is, and so are parameters, constants from outside of the block, sparse tensors and vectors. The report lists it.
+    Of batch, layer, group and instance norm the input is coded, which leaves a bias: the rounding's variance over the
+    number of values that a mean is of. Whatever else is saved (by extrema, functions of other packages, or layers of
+    ours, whose codes are small) is kept as it is, and so are parameters, constants from outside of the block, sparse
+    tensors and vectors. The report lists it.
 
     After EXACT (Liu et al., ICLR 2022, ``block_rows`` = 1), its `block-wise successor
     <https://arxiv.org/abs/2309.11856>`_ (longer blocks, ``bins="optimal"``) and `GACT <https://arxiv.org/abs/2206.11357>`_.
 
     Blocks may be nested, in which case the innermost one holds, entered again and again, and used in several threads,
     one object in one thread at a time. The backward pass may run inside or outside of the block, more than once.
-    Functions that :func:`torch.compile` has compiled keep what they save as it is, and open no block; layers of
-    :mod:`qgnn.nn` compress there, too, with ``QConfig(save=...)``. So do parts under :func:`torch.vmap`, under
-    :func:`torch.utils.checkpoint.checkpoint`, and under saved-tensor hooks that are set within the block. A gradient of
-    a gradient is refused where it would go through codes.
+    What is saved stays as it is in functions that :func:`torch.compile` has compiled, which open no block either, under
+    :func:`torch.vmap`, under :func:`torch.utils.checkpoint.checkpoint`, and under saved-tensor hooks that are set
+    within the block. Layers of :mod:`qgnn.nn` compress there, too, with ``QConfig(save=...)``. A gradient of a gradient
+    is refused where it would go through codes.
 
     Args:
         bits: Width of a code: 1, 2, 4 or 8.
@@ -127,8 +128,9 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If a number is outside its range; in ``backward()``, if the budget is too small, with the least.
-        RuntimeError: If a block is opened within a compiled function; in the backward pass, if somebody has written to
-            what was saved, as torch does, or with ``create_graph=True``.
+        RuntimeError: If a block is opened within a compiled function, or one that measures for a budget ends without
+            ``backward()``; in the backward pass, if somebody has written to what was saved, as torch does, or with
+            ``create_graph=True``.
 
     Example:
         >>> with qgnn.compress_activations(bits=2, block_size=1024, projection=8) as report:
