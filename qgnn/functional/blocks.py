@@ -101,10 +101,12 @@ def with_block_size(blocks: Blocks, num_values: int) -> Blocks:
     return replace(blocks, block_size=_best_block_size(blocks.bits, num_values, blocks.bins, metadata_bits))
 
 
-@torch.compiler.assume_constant_result
-@lru_cache(maxsize=1024)
+_remembered_block_size = lru_cache(maxsize=1024)(best_block_size)
+
+
+@torch.compiler.assume_constant_result  # a compiler looks through the cache, and would trace the choice
 def _best_block_size(bits: int, num_values: int, bins: str, metadata_bits: int) -> int:
-    return best_block_size(bits, num_values, bins, metadata_bits)
+    return _remembered_block_size(bits, num_values, bins, metadata_bits)
 
 
 @cache
