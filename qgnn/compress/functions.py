@@ -47,7 +47,8 @@ class _Softmax(torch.autograd.Function):
     """Saves its result once for each time that it is in the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, y: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, results: tuple[Tensor]) -> Tensor:
+        (y,) = results  # an input that is returned would be a view
         ctx.dim, ctx.dtype = dim, x.dtype
         ctx.save_for_backward(y, y)
         return y
@@ -142,7 +143,7 @@ def _softmax(session: Session, function: Any, args: Call, kwargs: dict[str, Any]
             op.ready = session.roundings(y, op, entry, 2)
         if op.ready:
             entry.format += " twice"
-            return _Softmax.apply(x, dim, y)
+            return _Softmax.apply(x, dim, (y,))
     session.report.by_tensor.remove(entry)
     return None
 

@@ -219,15 +219,17 @@ def test_change_in_place_of_the_base_of_what_was_saved_raises(is_coded: bool) ->
 
 
 @pytest.mark.parametrize("is_coded", [True, False])
-def test_change_in_place_of_a_saved_result_raises(is_coded: bool) -> None:
+@pytest.mark.parametrize("name", ["exp", "softmax"])
+def test_change_in_place_of_a_saved_result_raises(name: str, is_coded: bool) -> None:
     x = torch.randn(N, K, requires_grad=True)
     with block(exclude=() if is_coded else "*"):
-        y = (x * 1).exp()
+        y = (x * 1).exp() if name == "exp" else (x * 1).softmax(-1)
+        assert not y._is_view()
         z = y.detach()
         total = y.sum()
         del y  # nobody refers to the tensor that was saved any more
     z.add_(1)
-    with pytest.raises(RuntimeError, match="saved by 'exp', is at version 1; expected version 0"):
+    with pytest.raises(RuntimeError, match=f"saved by '{name}', is at version 1; expected version 0"):
         total.backward()
 
 
