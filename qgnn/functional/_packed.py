@@ -8,11 +8,9 @@ from torch import Tensor
 from qgnn import ops
 from qgnn.config import QConfig
 from qgnn.formats import Blocks
-from qgnn.functional.blocks import edges_of, pack, with_block_size
+from qgnn.functional.blocks import MANY, edges_of, pack, with_block_size
 from qgnn.qtensor import QTensor
 from qgnn.rng import make_seed
-
-_MANY = 1 << 30  # values of a large tensor
 
 
 def packed_rows(x: Tensor, blocks: Blocks, seed: int | Tensor | None) -> ops.Packed:
@@ -20,7 +18,7 @@ def packed_rows(x: Tensor, blocks: Blocks, seed: int | Tensor | None) -> ops.Pac
 
     A length of blocks that is left open is that for large tensors: a compiler does not know the number of rows.
     """
-    blocks = with_block_size(blocks, _MANY)
+    blocks = with_block_size(blocks, MANY)
     seed = make_seed(seed, x.device)
     c = pack(x, blocks, seed)
     return ops.Packed(c.packed, c.low, c.step, edges_of(blocks, x.device), seed, blocks.bits, c.columns)
