@@ -242,6 +242,7 @@ def blocks_unpack(
     projection_seed: Tensor | None = None,
     projection_stream: int = 0,
     num_columns: int = 0,
+    first_row: int = 0,
 ) -> Tensor:
     """The values ``[size]`` that packed codes stand for, or the matrix that was projected; the parameters are those of
     :func:`qgnn.reference.blocks_unpack`."""
@@ -263,6 +264,7 @@ def blocks_unpack(
             projection_seed=projection_seed,
             projection_stream=projection_stream,
             num_columns=num_columns,
+            first_row=first_row,
         )
     out = torch.empty((size,), dtype=dtype, device=packed.device)
     whole = size // block_size if block_size else 0

@@ -1,10 +1,11 @@
 """Random projections of a matrix, before its values are packed in blocks and after they are unpacked.
 
-    P = x R / sqrt(R')        x [N, F] fp32, bf16 or fp16, any strides;  R [F, R'] signs  ->  P [N, R'], or its blocks
-    H = P R^T / sqrt(R')      P from its blocks                                           ->  H [N, F]
+    P = (x S) R / sqrt(R')    x [N, F] fp32, bf16 or fp16, any strides;  R [F, R'] signs  ->  P [N, R'], or its blocks
+    H = P R^T S / sqrt(R')    P from its blocks                                           ->  H [N, F]
 
-Signs are bits of the counter hash (Liu et al., EXACT, ICLR 2022, store them). They are made in each program, for the
-rows of its tile; so ``x`` is read once, and with whole blocks in a tile ``P`` never lies in memory.
+Signs are bits of the counter hash (Liu et al., EXACT, ICLR 2022, store them), those of R and each row's own, S. They
+are made in each program, for the rows of its tile; so ``x`` is read once, and with whole blocks in a tile ``P`` never
+lies in memory.
 
 Numerics: values of 16 bits times a sign are exact in TF32, which has 11 bits of significand, as many as they at most. A
 value of fp32 is cut in two, its first 11 bits and the rest, of which the tensor cores drop at most the last two bits:
@@ -22,6 +23,7 @@ from qgnn.kernels.blocks_tile import (
     block_scale,
     decode,
     find_extrema,
+    flip,
     fold_codes,
     load_metadata,
     make_signs,
@@ -90,6 +92,7 @@ def _blocks_project_kernel(
         offs_f = first + tl.arange(0, BLOCK_K)
         mask = mask_n[:, None] & (offs_f < F)[None, :]
         x = tl.load(x_row + column_offsets(offs_f, stride_xf)[None, :], mask=mask, other=0.0)
+        x = flip(x, projection_seed, offs_n, first, F, BLOCK_K)
         signs = make_signs(projection_seed, first, first_r, PROJECTION, BLOCK_K, BLOCK_R, False)
         total = add_products(total, x, signs)
     total *= factor
@@ -175,7 +178,7 @@ def blocks_project(
     return out
 
 
-@triton.jit(do_not_specialize=["N", "projection_stream", "factor"])
+@triton.jit(do_not_specialize=["N", "first_row", "projection_stream", "factor"])
 def _blocks_unproject_kernel(
     # outputs
     out_ptr,
@@ -191,6 +194,7 @@ def _blocks_unproject_kernel(
     PROJECTION: tl.constexpr,
     G: tl.constexpr,
     # scalars
+    first_row,
     projection_stream,
     factor,
     # flags
@@ -226,7 +230,8 @@ def _blocks_unproject_kernel(
         values = decode(code, low, step, edges_ptr, mask)
         signs = make_signs(projection_seed, first_f, first, PROJECTION, BLOCK_F, BLOCK_R, True)
         total = add_products(total, values, signs)
-    out = (total * factor).to(out_ptr.dtype.element_ty)
+    out = flip(total * factor, projection_seed, first_row + first_n + rows, first_f, F, BLOCK_F)
+    out = out.to(out_ptr.dtype.element_ty)
     mask = mask_n[:, None] & (offs_f < F)[None, :]
     tl.store(out_ptr + (first_n + rows)[:, None] * F + offs_f[None, :], out, mask=mask)
 
@@ -244,8 +249,10 @@ def blocks_unproject(
     projection_seed: Tensor,
     projection_stream: int,
     num_columns: int,
+    first_row: int = 0,
 ) -> Tensor:
-    """The matrix ``[size / R', num_columns]`` whose projection is packed; all tensors are contiguous."""
+    """The matrix ``[size / R', num_columns]`` whose projection is packed; all tensors are contiguous, and its first row
+    has that number."""
     N, F = size // projection, num_columns
     out = torch.empty((N, F), dtype=dtype, device=packed.device)
     if out.numel() == 0:
@@ -264,6 +271,7 @@ def blocks_unproject(
             F=F,
             PROJECTION=projection,
             G=packed.shape[1] * 8 // bits,
+            first_row=first_row,
             projection_stream=projection_stream,
             factor=projection**-0.5,
             BITS=bits,

@@ -186,3 +186,21 @@ def make_signs(
         h = counter_hash((f[:, None] + word[None, :]).to(tl.uint32), k0, k1)
         bits = (h[:, :, None] << shift[None, None, :].to(tl.uint32)).reshape(F, R)
     return ((bits & 0x80000000) | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def flip(x, seed, row, first_f, F: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile of values [N, BLOCK] of rows (int64 [N]) with each row's own signs. A hash makes 32 columns, which a tile
+    holds in whole or ``BLOCK`` of."""
+    WORDS: tl.constexpr = (F + 31) // 32
+    W: tl.constexpr = BLOCK // 32 if BLOCK > 32 else 1
+    C: tl.constexpr = BLOCK // W
+    counter = (row * WORDS + (1 << 40) + first_f // 32)[:, None] + tl.arange(0, W)[None, :]
+    k0, k1 = hash_keys(seed, (counter >> 32).to(tl.uint32))
+    h = counter_hash(counter.to(tl.uint32), k0, k1)
+    shift = 31 - first_f % 32 - tl.arange(0, C)
+    sign = ((h[:, :, None] << shift[None, None, :].to(tl.uint32)) & 0x80000000).reshape(x.shape)
+    if x.dtype == tl.float32:
+        return (x.to(tl.uint32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+    else:
+        return (x.to(tl.uint16, bitcast=True) ^ (sign >> 16).to(tl.uint16)).to(x.dtype, bitcast=True)

@@ -167,7 +167,7 @@ def arguments_of(name: str) -> dict[str, Any]:
         "blocks_unpack": lambda: {
             **{"packed": torch.zeros(3, 4, dtype=torch.uint8), "low": torch.ones(3), "step": torch.ones(3)},
             **{"bits": 2, "size": 40, "dtype": torch.float32, "edges": torch.tensor([0, 1.25, 1.75, 3])},
-            **{"projection": 8, "projection_seed": torch.tensor([3]), "num_columns": F},
+            **{"projection": 8, "projection_seed": torch.tensor([3]), "num_columns": F, "first_row": 0},
         },
     }
     return made[name]()

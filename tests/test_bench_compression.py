@@ -126,7 +126,7 @@ def test_codecs_keep_as_much_as_they_may() -> None:
 
 
 def test_a_codec_stands_for_operands_of_products_alone() -> None:
-    x, w = torch.randn(100, 32), torch.randn(16, 32, requires_grad=True)
+    x, w = torch.randn(100, 32), torch.randn(48, 32, requires_grad=True)
     hidden, mean = (x.requires_grad_() * 1).relu(), torch.ones(64, 100) @ x.detach()
 
     def codec(t: Tensor) -> Any:
@@ -165,7 +165,8 @@ def test_operands_are_kept_at_equal_bytes(kind: str) -> None:
     how = blocksize.OPERANDS["int2"]
     ours, pruned = problem.measure_operands(how), problem.measure_rival(rivals.top_k, how)
     assert pruned.saved_mib == pytest.approx(ours.saved_mib, rel=0.1)
-    assert ours.metrics["bias"] < ours.metrics["variance"] < pruned.metrics["bias"]
+    assert ours.metrics["bias"] < ours.metrics["variance"] / 4
+    assert pruned.metrics["variance"] == 0 < pruned.metrics["bias"]
     nothing = problem.measure_checkpoint()
     assert nothing.saved_mib == 0
     assert nothing.metrics["bias"] < 1e-9

@@ -109,7 +109,7 @@ def test_optimal_bins_are_symmetric_and_rise(bits: int, block_size: int) -> None
     if bits != 3:
         x = torch.linspace(-1, 1, 16)
         packed = ops.blocks_pack(x, None, bits, 16, torch.float32, edges, 0, None)
-        assert ops.blocks_unpack(*packed, bits, 16, torch.float32, edges, 0, None, 0).shape == x.shape
+        assert ops.blocks_unpack(*packed, bits, 16, torch.float32, edges, 0, None, 0, 0).shape == x.shape
 
 
 # Edges are off by up to 2**-17 each, which costs at most half of that squared times the Hessian: 14 edges, and by
@@ -160,7 +160,7 @@ def test_the_operators_round_with_the_expected_variance(bits: int, d: int, kind:
     x[:, 0], x[:, 1] = 0, last
     x = x.float()
     packed = ops.blocks_pack(x, rng.make_seed(3), bits, size, torch.float32, edges, 0, None)
-    restored = ops.blocks_unpack(*packed, bits, x.numel(), torch.float32, edges, 0, None, 0).view_as(x)
+    restored = ops.blocks_unpack(*packed, bits, x.numel(), torch.float32, edges, 0, None, 0, 0).view_as(x)
     squares = (restored - x)[:, 2:].double() ** 2
     error = float(squares.mean()) - bins.expected_variance(bits, d, edges)
     assert abs(error) <= SIGMAS * float(squares.std()) / squares.numel() ** 0.5 + 4 * 2.0**-16
@@ -263,7 +263,7 @@ def test_measured_variances_are_those_of_the_operators(kind: str) -> None:
         errors = []
         for seed in range(50):
             packed = ops.blocks_pack(x, rng.make_seed(seed), 2, size, torch.float32, edges, 0, None)
-            restored = ops.blocks_unpack(*packed, 2, x.numel(), torch.float32, edges, 0, None, 0)
+            restored = ops.blocks_unpack(*packed, 2, x.numel(), torch.float32, edges, 0, None, 0, 0)
             errors.append(float((restored - x.flatten()).double().square()[: 16000 // min(size, 16000) * size].mean()))
         mean = torch.tensor(errors)
         slack = SIGMAS * mean.std() / 50**0.5 + 4 * 2.0**-16 * variances[size]

@@ -76,7 +76,7 @@ def test_every_operator_has_a_fake() -> None:
         codes = functional.quantize(x, config)
         assert codes.codes.shape == x.shape
         packed = ops.blocks_pack(x.detach(), None, 2, 64, torch.float32, None, 0, None)
-        assert ops.blocks_unpack(*packed, 2, x.numel(), torch.float32, None, 0, None, 0).shape == (x.numel(),)
+        assert ops.blocks_unpack(*packed, 2, x.numel(), torch.float32, None, 0, None, 0, 0).shape == (x.numel(),)
         for out in (
             functional.linear(x, theta, bias, config=config),
             functional.activation(theta.t(), "elu", bias=bias, residual=theta.t(), config=config),

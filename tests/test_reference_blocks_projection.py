@@ -6,7 +6,7 @@ import torch
 from block_cases import assert_same
 from qgnn import rng
 from qgnn.reference import blocks_pack, blocks_unpack
-from qgnn.reference.blocks import projection_signs
+from qgnn.reference.blocks import projection_signs, row_signs
 from statistics_checks import EPS, z_limit
 
 
@@ -19,6 +19,34 @@ def test_signs_are_the_bits_of_the_hash(projection: int) -> None:
         for r in range(projection):
             word = rng.counter_hash(torch.tensor([f * words + r // 32]), seed ^ rng.stream_key(5)).item()
             assert signs[f, r] == (-1 if word >> (r % 32) & 1 else 1)
+
+
+def test_signs_of_rows_are_the_bits_of_the_hash_behind_those_of_the_matrix() -> None:
+    seed = rng.make_seed(3)
+    own = row_signs(4, 3, 70, seed, 5)
+    for n in range(3):
+        for f in range(70):
+            counter = (1 << 40) + (4 + n) * 3 + f // 32
+            word = rng.counter_hash(torch.tensor([counter]), seed ^ rng.stream_key(5)).item()
+            assert own[n, f] == (-1 if word >> (f % 32) & 1 else 1)
+
+
+def test_errors_of_rows_are_independent() -> None:
+    """The error of a sum over N rows grows as their root: with the same signs in all of them it would grow as N.
+
+    Of rows x that are equal, the mean over rows of what is restored has a variance of |x|^2 (F - 1) / (R' F) / N an
+    element, over F elements; its relative deviation over 40 seeds is sqrt(2 / (40 * 32)) = 0.04, as errors of the
+    elements of a seed are nearly independent.
+    """
+    N, F, projection = 400, 32, 4
+    row, distances = torch.randn(F), []
+    for number in range(40):
+        options = {"projection": projection, "projection_seed": rng.make_seed(number), "projection_stream": 1}
+        blocks = blocks_pack(row.expand(N, -1), bits=8, block_size=8, seed=rng.make_seed(number), **options)
+        restored = blocks_unpack(*blocks, bits=8, size=N * projection, num_columns=F, **options)
+        distances.append(float((restored.double().mean(0) - row).square().sum()))
+    expected = float(row.square().sum()) * (F - 1) / projection / N
+    assert sum(distances) / len(distances) == pytest.approx(expected, rel=5 * 0.04)
 
 
 def test_signs_are_balanced_and_rows_uncorrelated() -> None:
@@ -41,13 +69,14 @@ def test_the_projected_matrix_is_packed_and_multiplied_back(dtype: torch.dtype) 
     signs = projection_signs(F, projection, seed, 2).double()
     options = {"projection": projection, "projection_seed": seed, "projection_stream": 2}
     blocks = blocks_pack(x, bits=8, block_size=24, **options)
-    exact = x.double() @ signs / projection**0.5
+    own = row_signs(0, N, F, seed, 2).double()
+    exact = (x.double() * own) @ signs / projection**0.5
     steps = blocks[2].double().repeat_interleave(24)[: N * projection].view(N, projection)
     values = blocks_unpack(*blocks, bits=8, size=N * projection)
     bound = 0.51 * steps + (F + 4) * EPS * x.double().abs().sum(1, keepdim=True) / projection**0.5
     assert ((values.view(N, projection) - exact).abs() <= bound).all()
     restored = blocks_unpack(*blocks, bits=8, size=N * projection, num_columns=F, **options)
-    product = values.view(N, projection).double() @ signs.t() / projection**0.5
+    product = values.view(N, projection).double() @ signs.t() / projection**0.5 * own
     bound = (projection + 4) * EPS * values.view(N, projection).double().abs().sum(1, keepdim=True)
     assert restored.shape == (N, F)
     assert ((restored - product).abs() <= bound).all()

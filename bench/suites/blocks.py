@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qgnn import ops
 from qgnn.ops._backends import STREAM_PROJECTION
-from qgnn.reference.blocks import projection_signs
+from qgnn.reference.blocks import projection_signs, row_signs
 from qgnn.rng import make_seed
 
 from ..harness import Case, Provider, Work
@@ -40,16 +40,20 @@ class Activations:
         self.edges = None if edges is None else torch.tensor(edges, device=self.x.device)
         self.seed = make_seed(1, self.x.device)
         self.signs = projection_signs(WIDTH, max(1, projection), self.seed, STREAM_PROJECTION)
+        self.own = row_signs(0, N, WIDTH, self.seed, STREAM_PROJECTION) if projection else torch.ones(())
         self.size = N * projection if projection else self.x.numel()
 
     def project(self, x: Tensor) -> Tensor:
         """What is packed."""
-        return x @ self.signs.to(x.dtype) * self.projection**-0.5 if self.projection else x
+        if not self.projection:
+            return x
+        return (x * self.own.to(x.dtype)) @ self.signs.to(x.dtype) * self.projection**-0.5
 
     def restore(self, values: Tensor) -> Tensor:
         if not self.projection:
             return values
-        return values.view(-1, self.projection) @ self.signs.t().to(values.dtype) * self.projection**-0.5
+        mixed = values.view(-1, self.projection) @ self.signs.t().to(values.dtype)
+        return mixed * self.projection**-0.5 * self.own.to(values.dtype)
 
     def work(
         self,
@@ -111,10 +115,10 @@ class Activations:
             return ops.blocks_pack(x, seed, bits, BLOCK, torch.float32, edges, *signs)
 
         def unpack(packed: Packed) -> Tensor:
-            return ops.blocks_unpack(*packed, bits, self.size, dtype, edges, *signs, WIDTH)
+            return ops.blocks_unpack(*packed, bits, self.size, dtype, edges, *signs, WIDTH, 0)
 
         def decode(packed: Packed) -> Tensor:
-            return ops.blocks_unpack(*packed, bits, self.size, dtype, edges, 0, None, 0)
+            return ops.blocks_unpack(*packed, bits, self.size, dtype, edges, 0, None, 0, 0)
 
         return self.work(task, pack, unpack, decode)
 

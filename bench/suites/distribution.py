@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qgnn import bins, ops
 from qgnn.ops._backends import STREAM_PROJECTION
-from qgnn.reference.blocks import projection_signs
+from qgnn.reference.blocks import projection_signs, row_signs
 from qgnn.rng import make_seed
 
 from ..clock import make_clock
@@ -88,7 +88,9 @@ class Blocks:
         x = activations(self.problem.dataset, self.problem.kind, self.problem.setting)[self.tensor]
         if self.ratio > 1:
             columns = x.shape[1] // self.ratio
-            x = x @ projection_signs(x.shape[1], columns, make_seed(0, x.device), STREAM_PROJECTION) * columns**-0.5
+            seed = make_seed(0, x.device)
+            own = row_signs(0, x.shape[0], x.shape[1], seed, STREAM_PROJECTION)
+            x = (x * own) @ projection_signs(x.shape[1], columns, seed, STREAM_PROJECTION) * columns**-0.5
         return x.flatten()[: x.numel() // self.block_size * self.block_size]
 
     def edges(self) -> tuple[Tensor | None, Tensor]:
@@ -136,7 +138,7 @@ class RoundTrip:
     def run(self) -> None:
         given = (self.edges, 0, None)  # no projection: what is given is projected already
         packed, low, self.step = ops.blocks_pack(self.x, self.seed, BITS, self.block_size, torch.float32, *given)
-        self.restored = ops.blocks_unpack(packed, low, self.step, BITS, len(self.x), self.x.dtype, *given, 0)
+        self.restored = ops.blocks_unpack(packed, low, self.step, BITS, len(self.x), self.x.dtype, *given, 0, 0)
 
     def variance(self, per_step: bool) -> Tensor:
         """Mean squared error, in squared steps of the blocks that have one or as it is."""

@@ -81,7 +81,8 @@ def operands_in(codec: Codec, features: Tensor, min_size: int = 1024) -> Iterato
     products = _Products()
 
     def is_kept_anyway(t: Tensor) -> bool:
-        return (t.is_leaf and t.requires_grad) or t.data_ptr() == features.data_ptr()
+        base = t if t._base is None else t._base  # a weight is saved as its transpose
+        return (base.is_leaf and base.requires_grad) or t.data_ptr() == features.data_ptr()
 
     def pack(t: Tensor) -> Any:
         if not products.running or t.numel() < min_size or is_kept_anyway(t):

@@ -215,6 +215,28 @@ EXPORT void qgnn_blocks_unpack(
 /* ---- random projection ---- */
 
 enum { ROWS = 8, COLUMNS = 16, TERMS = 4 }; /* of a tile of sums, and terms added to it at a time */
+enum { WORD = 32 };                         /* signs of a hash */
+
+/* What a row's own signs follow from. */
+typedef struct {
+    uint64_t key;
+    uint64_t first;  /* counter of the first word of row 0 */
+    int64_t words;   /* of a row */
+} row_signs;
+
+INLINE row_signs make_row_signs(const int64_t *seed, int64_t stream_key, int64_t first_row, int64_t F) {
+    row_signs own = {(uint64_t)*seed ^ (uint64_t)stream_key, (uint64_t)1 << 40, (F + WORD - 1) / WORD};
+    own.first += (uint64_t)(first_row * own.words);
+    return own;
+}
+
+/* n values of a row from column `f` on with the row's own signs; they lie within a word. */
+INLINE void flip(float *to, const float *from, row_signs own, int64_t row, int64_t f, int64_t n) {
+    uint32_t bits;
+    hash_pairs(&bits, own.first + (uint64_t)(row * own.words + f / WORD), 1, own.key);
+    bits >>= f % WORD;
+    for (int64_t j = 0; j < n; j++) to[j] = float_of(bits_of(from[j]) ^ (bits >> j << 31));
+}
 
 /* Signs +1 and -1 [F, R] of a projection to R columns; transposed, [R, F], if `transposed`. */
 EXPORT void qgnn_blocks_signs(
@@ -245,34 +267,56 @@ INLINE void add_terms(
     }
 }
 
-INLINE void project_tile(
-    float *out, const float *x, const float *signs, float scale, int64_t K, int64_t M, int64_t rows, const int columns
+/* Terms of columns [k, k + n) of all rows: n is a constant but for the last ones. */
+INLINE void add_word(
+    float (*sum)[COLUMNS], float (*x)[WORD], const float *signs, int64_t M, int64_t rows, int64_t n, const int columns
 ) {
-    float sum[ROWS][COLUMNS] = {{0}};
     int64_t k = 0;
-    for (; k + TERMS <= K; k += TERMS)
-        for (int64_t i = 0; i < rows; i++) add_terms(sum[i], x + i * K + k, signs + k * M, M, TERMS, columns);
-    for (; k < K; k++)
-        for (int64_t i = 0; i < rows; i++) add_terms(sum[i], x + i * K + k, signs + k * M, M, 1, columns);
-    for (int64_t i = 0; i < rows; i++)
-        for (int m = 0; m < columns; m++) out[i * M + m] = sum[i][m] * scale;
+    for (; k + TERMS <= n; k += TERMS)
+        for (int64_t i = 0; i < rows; i++) add_terms(sum[i], x[i] + k, signs + k * M, M, TERMS, columns);
+    for (; k < n; k++)
+        for (int64_t i = 0; i < rows; i++) add_terms(sum[i], x[i] + k, signs + k * M, M, 1, columns);
 }
 
-/* out = x @ signs * scale: [N, K] x [K, M] -> [N, M]. The terms of a sum are added in the order of k. */
-EXPORT void qgnn_blocks_project(
-    float *out, const float *x, const float *signs, float scale, int64_t N, int64_t K, int64_t M, int64_t threads
+/* A tile of the product from row `first` and column `m` on, with a row's own signs on x, or on the result. */
+INLINE void project_tile(
+    float *out, const float *x, const float *signs, float scale, row_signs own, int64_t restores, int64_t first,
+    int64_t rows, int64_t K, int64_t M, int64_t m, const int columns
 ) {
+    float sum[ROWS][COLUMNS] = {{0}}, terms[ROWS][WORD];
+    for (int64_t k = 0; k < K; k += WORD) {
+        const int64_t n = min_i64(WORD, K - k);
+        for (int64_t i = 0; i < rows; i++) {
+            const float *from = x + (first + i) * K + k;
+            if (restores) memcpy(terms[i], from, (size_t)n * sizeof(float));
+            else flip(terms[i], from, own, first + i, k, n);
+        }
+        add_word(sum, terms, signs + k * M + m, M, rows, n, columns);
+    }
+    for (int64_t i = 0; i < rows; i++) {
+        float *to = out + (first + i) * M + m;
+        for (int c = 0; c < columns; c++) to[c] = sum[i][c] * scale;
+        if (restores) flip(to, to, own, first + i, m, columns);
+    }
+}
+
+/* out = (x S) @ signs * scale: [N, K] x [K, M] -> [N, M], with each row's own signs S; or, if it `restores`,
+ * (x @ signs * scale) S. The terms of a sum are added in the order of k. */
+EXPORT void qgnn_blocks_project(
+    float *out, const float *x, const float *signs, const int64_t *seed, int64_t stream_key, float scale,
+    int64_t restores, int64_t first_row, int64_t N, int64_t K, int64_t M, int64_t threads
+) {
+    const row_signs own = make_row_signs(seed, stream_key, first_row, restores ? M : K);
     const int64_t tiles = (N + ROWS - 1) / ROWS;
     threads = useful_threads(N * max_i64(K, M), threads);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t first = tile * ROWS, rows = min_i64(ROWS, N - first);
         for (int64_t m = 0; m < M; m += COLUMNS) {
-            float *to = out + first * M + m;
-            const float *from = x + first * K;
             const int64_t columns = min_i64(COLUMNS, M - m);
-            if (columns == COLUMNS) project_tile(to, from, signs + m, scale, K, M, rows, COLUMNS);
-            else project_tile(to, from, signs + m, scale, K, M, rows, (int)columns);
+            if (columns == COLUMNS)
+                project_tile(out, x, signs, scale, own, restores, first, rows, K, M, m, COLUMNS);
+            else project_tile(out, x, signs, scale, own, restores, first, rows, K, M, m, (int)columns);
         }
     }
 }

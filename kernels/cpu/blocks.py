@@ -41,11 +41,19 @@ def _signs(F: int, projection: int, seed: Tensor, stream: int, *, transposed: bo
     return signs
 
 
-def _project(x: Tensor, signs: Tensor, projection: int, out: Tensor) -> Tensor:
-    """``x @ signs / sqrt(R')`` [N, M]; ``out`` holds it, or is converted from it."""
-    result = out if out.dtype == torch.float32 else torch.empty(out.shape)
-    launch("qgnn_blocks_project", result, x, signs, projection**-0.5, *x.shape, signs.shape[1])
-    return result if result is out else out.copy_(result)
+class _Projection:
+    """A projection of F columns: its table of signs, [F, R'] or for the way back [R', F], and the rows' own signs."""
+
+    def __init__(self, F: int, projection: int, seed: Tensor, stream: int, *, restores: bool) -> None:
+        self._signs = _signs(F, projection, seed, stream, transposed=restores)
+        self._own = (seed, stream_key(stream), projection**-0.5, int(restores))
+
+    def __call__(self, x: Tensor, first_row: int, out: Tensor) -> Tensor:
+        """The product of rows of which the first has this number; ``out`` holds it, or is converted from it."""
+        result = out if out.dtype == torch.float32 else torch.empty(out.shape)
+        sizes = (first_row, *x.shape, self._signs.shape[1])
+        launch("qgnn_blocks_project", result, x, self._signs, *self._own, *sizes)
+        return result if result is out else out.copy_(result)
 
 
 def blocks_pack(
@@ -68,7 +76,7 @@ def blocks_pack(
     edges = None if edges is None else edges.contiguous()
     if projection:
         assert projection_seed is not None
-        signs = _signs(x.shape[1], projection, projection_seed, projection_stream, transposed=False)
+        project = _Projection(x.shape[1], projection, projection_seed, projection_stream, restores=False)
         num_values = x.shape[0] * projection
     else:
         x = x.reshape(-1)
@@ -80,7 +88,7 @@ def blocks_pack(
         if projection:
             rows = slice(values.start // projection, min(values.stop // projection, x.shape[0]))
             made = torch.empty((rows.stop - rows.start, projection))
-            piece = _project(x[rows].float().contiguous(), signs, projection, made).view(-1)
+            piece = project(x[rows].float().contiguous(), rows.start, made).view(-1)
         else:
             piece = x[values].float().contiguous()  # a vector can have any stride
         operands = (packed[blocks], low[blocks], step[blocks], piece, seed, edges, stream_key(stream), bits)
@@ -102,6 +110,7 @@ def blocks_unpack(
     projection_seed: Tensor | None = None,
     projection_stream: int = 0,
     num_columns: int = 0,
+    first_row: int = 0,
 ) -> Tensor:
     """The values ``[size]`` that packed codes stand for, or the matrix ``[N, num_columns]`` that was projected."""
     num_blocks, num_bytes = packed.shape
@@ -110,7 +119,7 @@ def blocks_unpack(
     edges = None if edges is None else edges.contiguous()
     if projection:
         assert projection_seed is not None
-        signs = _signs(num_columns, projection, projection_seed, projection_stream, transposed=True)
+        restore = _Projection(num_columns, projection, projection_seed, projection_stream, restores=True)
         out = torch.empty((size // projection, num_columns), dtype=dtype)
     else:
         out = torch.empty((size,), dtype=dtype)
@@ -122,7 +131,7 @@ def blocks_unpack(
         launch("qgnn_blocks_unpack", piece, *operands, piece.numel(), block_size)
         if projection:
             rows = slice(values.start // projection, values.stop // projection)
-            _project(piece.view(-1, projection), signs, projection, out[rows])
+            restore(piece.view(-1, projection), first_row + rows.start, out[rows])
         elif not in_place:
             out[values] = piece
     return out

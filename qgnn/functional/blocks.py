@@ -35,11 +35,13 @@ def compress(
     r"""Codes of 1 to 8 bits for the values of a tensor, or of its random projection, in blocks of neighbors.
 
     A value is rounded at random to one of the two edges around it, so that :func:`decompress` returns ``x`` in the mean
-    over seeds. With a ``projection`` the columns are mixed first, :math:`P = x R / \sqrt{R'}` with random signs
-    :math:`R`, and mixed back by :math:`\hat{x} = P R^{\top} / \sqrt{R'}`, whose mean over seeds is ``x`` as well. The
-    signs are a hash of the seed and never stored. A block with a value that is not finite, or larger than
-    ``metadata_dtype`` holds, decodes to NaN, and no other one does. After EXACT (Liu et al., ICLR 2022) and its
-    block-wise successor (`arXiv:2309.11856 <https://arxiv.org/abs/2309.11856>`_).
+    over seeds. With a ``projection`` the columns are mixed first, :math:`P = (x S) R / \sqrt{R'}` with random signs
+    :math:`R` and each row's own :math:`S`, and mixed back by :math:`\hat{x} = P R^{\top} S / \sqrt{R'}`, whose mean
+    over seeds is ``x`` as well. The signs are a hash of the seed and never stored. Without :math:`S`, as in EXACT, the
+    errors of all rows come from one matrix, and do not average out in a sum over rows, which the gradient of a weight
+    is. A block with a value that is not finite, or larger than ``metadata_dtype`` holds, decodes to NaN, and no other
+    one does. After EXACT (Liu et al., ICLR 2022) and its block-wise successor (`arXiv:2309.11856
+    <https://arxiv.org/abs/2309.11856>`_).
 
     Args:
         x: Values; what is kept of them has no gradient.
@@ -153,7 +155,7 @@ def decompress(c: CompressedTensor, rows: slice | None = None) -> Tensor:
     if not isinstance(c, CompressedTensor):
         raise TypeError(f"'decompress' expects a CompressedTensor (got {type(c).__name__}); make one with 'compress'")
     if rows is None:
-        return _unpack(c, slice(None), _num_values(c.shape, c.columns)).view(c.shape)
+        return _unpack(c, slice(None), _num_values(c.shape, c.columns), 0).view(c.shape)
     if not isinstance(rows, slice):
         raise TypeError(f"'decompress' expects 'rows' to be a slice or None (got {rows!r})")
     if rows.step not in (None, 1) or not c.shape:
@@ -172,7 +174,8 @@ def decompress(c: CompressedTensor, rows: slice | None = None) -> Tensor:
     blocks = slice(start * unit // c.blocks.block_size, stop * unit // c.blocks.block_size)
     num_values = max(0, min(stop * unit, _num_values(c.shape, c.columns)) - start * unit)
     offset = first * wide - start * unit * wide // coded
-    values = _unpack(c, blocks, num_values).flatten()[offset : offset + num_rows * wide]
+    first_row = start * unit // c.columns if c.columns else 0
+    values = _unpack(c, blocks, num_values, first_row).flatten()[offset : offset + num_rows * wide]
     return values.view(num_rows, *c.shape[1:])
 
 
@@ -181,8 +184,8 @@ def _num_values(shape: torch.Size, columns: int) -> int:
     return prod(shape[:-1]) * columns if columns else prod(shape)
 
 
-def _unpack(c: CompressedTensor, blocks: slice, num_values: int) -> Tensor:
-    """What a range of blocks with so many values decodes to; with a projection whole rows."""
+def _unpack(c: CompressedTensor, blocks: slice, num_values: int, first_row: int) -> Tensor:
+    """What a range of blocks with so many values decodes to; with a projection whole rows, from that one on."""
     return ops.blocks_unpack(
         c.packed[blocks],
         c.low[blocks],
@@ -194,4 +197,5 @@ def _unpack(c: CompressedTensor, blocks: slice, num_values: int) -> Tensor:
         c.columns,
         c.projection_seed,
         c.shape[-1] if c.columns else 0,
+        first_row,
     )

@@ -10,11 +10,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from qgnn import trace
 from qgnn.formats import BLOCK_BITS
-from qgnn.ops._backends import STREAM_PROJECTION, STREAM_UNPACKED, Backend
-from qgnn.ops.blocks import PROJECTIONS, unpack_values
-from qgnn.reference.blocks import projection_signs
+from qgnn.ops._backends import STREAM_UNPACKED, Backend
+from qgnn.ops.blocks import PROJECTIONS, unpack_rows
 
 SCHEMA = (
     "Tensor? packed, Tensor? low, Tensor? step, Tensor? edges, Tensor? packed_seed, int packed_bits, int projection"
@@ -44,26 +42,28 @@ class Packed(NamedTuple):
 def packed_weight_grad(
     backend: Backend, g_q: Tensor, g_scale: Tensor, kept: Packed, bits: int, num_columns: int
 ) -> Tensor:
-    """``dw = g^T x`` in fp32 for what blocks say of ``x``; of a projection, ``(g^T P) R^T / sqrt(R')``.
+    """``dw = g^T x`` in fp32 for what blocks say of ``x``.
 
-    The projected rows are never multiplied back: the product over the rows is so many times smaller. Unpacked values
-    are rounded to int8 rows, as ``x`` would have been. Beside 2-bit codes that error counts for nothing, some 2**-12 of
-    their variance, and the product reads the codes of ``g`` as they are; fp32 rows would need an fp32 copy of it.
+    Unpacked rows are rounded to int8 ones, as ``x`` would have been. Beside 2-bit codes that error counts for nothing,
+    some 2**-12 of their variance, and the product reads the codes of ``g`` as they are; fp32 rows would need an fp32
+    copy of it.
     """
     packed, low, step, edges, packed_seed, packed_bits, projection = kept
     assert packed is not None
     assert low is not None
     assert step is not None
     assert packed_seed is not None
-    num_rows, width = g_q.shape[0], projection or num_columns
-    values = unpack_values(backend, packed, low, step, bits=packed_bits, size=num_rows * width, edges=edges)
-    codes, scale = backend.call(
-        "quantize", "quantize.backward", values.view(num_rows, width), bits=8, seed=packed_seed, stream=STREAM_UNPACKED
+    rows = unpack_rows(
+        backend,
+        packed,
+        low,
+        step,
+        bits=packed_bits,
+        edges=edges,
+        projection=projection,
+        projection_seed=packed_seed if projection else None,
+        num_rows=g_q.shape[0],
+        num_columns=num_columns,
     )
-    dw = backend.call("matmul_dw", "matmul.backward_dw", g_q, g_scale, codes, scale, bits=bits)
-    if not projection:
-        return dw
-    signs = projection_signs(num_columns, projection, packed_seed, STREAM_PROJECTION)
-    restored = (dw @ signs.t()).mul_(projection**-0.5)
-    trace.report("blocks.unproject", "float32", "torch", (dw, signs, restored))
-    return restored
+    codes, scale = backend.call("quantize", "quantize.backward", rows, bits=8, seed=packed_seed, stream=STREAM_UNPACKED)
+    return backend.call("matmul_dw", "matmul.backward_dw", g_q, g_scale, codes, scale, bits=bits)

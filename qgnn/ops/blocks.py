@@ -142,6 +142,7 @@ def _blocks_unpack(
     projection: int,
     projection_seed: Tensor | None,
     num_columns: int,
+    first_row: int,
 ) -> Tensor:
     _check_unpack(packed, low, step, bits, size, dtype, projection, num_columns)
     return backend.call(
@@ -158,14 +159,27 @@ def _blocks_unpack(
         projection_seed=projection_seed,
         projection_stream=STREAM_PROJECTION,
         num_columns=num_columns,
+        first_row=first_row,
     )
 
 
-def unpack_values(
-    backend: Backend, packed: Tensor, low: Tensor, step: Tensor, *, bits: int, size: int, edges: Tensor | None
+def unpack_rows(
+    backend: Backend,
+    packed: Tensor,
+    low: Tensor,
+    step: Tensor,
+    *,
+    bits: int,
+    edges: Tensor | None,
+    projection: int,
+    projection_seed: Tensor | None,
+    num_rows: int,
+    num_columns: int,
 ) -> Tensor:
-    """The fp32 values of codes, within another operator; those of a projection are not multiplied back."""
-    return _blocks_unpack(backend, packed, low, step, bits, size, torch.float32, edges, 0, None, 0)
+    """The fp32 matrix ``[num_rows, num_columns]`` that codes stand for, within another operator."""
+    size = num_rows * (projection or num_columns)
+    chosen = (bits, size, torch.float32, edges, projection, projection_seed, num_columns, 0)
+    return _blocks_unpack(backend, packed, low, step, *chosen).view(num_rows, num_columns)
 
 
 def _fake_blocks_unpack(
@@ -179,6 +193,7 @@ def _fake_blocks_unpack(
     projection: int,
     projection_seed: Tensor | None,
     num_columns: int,
+    first_row: int,
 ) -> Tensor:
     return packed.new_empty((size // projection, num_columns) if projection else (size,), dtype=dtype)
 
@@ -187,7 +202,7 @@ blocks_unpack = define(
     "blocks_unpack",
     _blocks_unpack,
     "(Tensor packed, Tensor low, Tensor step, int bits, SymInt size, ScalarType dtype, Tensor? edges, int projection, "
-    "Tensor? projection_seed, SymInt num_columns) -> Tensor",
+    "Tensor? projection_seed, SymInt num_columns, SymInt first_row) -> Tensor",
     _fake_blocks_unpack,
     Signature(
         {"packed": "B W", "low": "B", "step": "B"},

@@ -14,6 +14,7 @@ from qgnn.reference._common import row_chunks, stream_seed
 from qgnn.rng import counter_hash, random_bits16, stream_key
 
 _NEAREST = 1 << 15
+_ROW_COUNTERS = 1 << 40  # where the counters of the rows' signs begin, behind those of any R
 
 
 def projection_signs(num_columns: int, projection: int, seed: Tensor, stream: int) -> Tensor:
@@ -26,11 +27,35 @@ def projection_signs(num_columns: int, projection: int, seed: Tensor, stream: in
     return (1 - 2 * bit).flatten(1)[:, :projection].float()
 
 
-def _project(x: Tensor, table: Tensor, projection: int) -> Tensor:
-    """``x @ table / sqrt(R')`` in fp32: ``[N, K] x [K, M] -> [N, M]``."""
-    out = torch.empty((x.shape[0], table.shape[1]), dtype=torch.float32, device=x.device)
-    for rows in row_chunks(x.shape[0], max(table.shape)):
-        out[rows] = (x[rows].float() @ table) * projection**-0.5
+def row_signs(first_row: int, num_rows: int, num_columns: int, seed: Tensor, stream: int) -> Tensor:
+    """Signs of each row's own, fp32 ``[N, F]``: bit ``f % 32`` of the hash of counter
+    ``2**40 + n * ceil(F / 32) + f // 32`` makes element ``(n, f)`` -1."""
+    words = -(-num_columns // 32)
+    first = _ROW_COUNTERS + first_row * words
+    counter = torch.arange(first, first + num_rows * words, device=seed.device)
+    word = counter_hash(counter, seed ^ stream_key(stream)).view(num_rows, words, 1)
+    bit = (word >> torch.arange(32, dtype=torch.int32, device=seed.device)) & 1
+    return (1 - 2 * bit).flatten(1)[:, :num_columns].float()
+
+
+def _project(x: Tensor, projection: int, seed: Tensor, stream: int) -> Tensor:
+    """``(x S) R / sqrt(R')`` in fp32, with each row's own signs S: ``[N, F] -> [N, R']``."""
+    signs = projection_signs(x.shape[1], projection, seed, stream)
+    out = torch.empty((x.shape[0], projection), dtype=torch.float32, device=x.device)
+    for rows in row_chunks(x.shape[0], max(signs.shape)):
+        flipped = x[rows].float() * row_signs(rows.start, out[rows].shape[0], x.shape[1], seed, stream)
+        out[rows] = (flipped @ signs) * projection**-0.5
+    return out
+
+
+def _unproject(p: Tensor, num_columns: int, first_row: int, seed: Tensor, stream: int) -> Tensor:
+    """``P R^T S / sqrt(R')`` in fp32: ``[N, R'] -> [N, F]``."""
+    projection = p.shape[1]
+    signs = projection_signs(num_columns, projection, seed, stream).t()
+    out = torch.empty((p.shape[0], num_columns), dtype=torch.float32, device=p.device)
+    for rows in row_chunks(p.shape[0], max(signs.shape)):
+        own = row_signs(first_row + rows.start, out[rows].shape[0], num_columns, seed, stream)
+        out[rows] = (p[rows] @ signs) * projection**-0.5 * own
     return out
 
 
@@ -96,8 +121,10 @@ def blocks_pack(
     ``p + (r16 * w >> 16) >= e[c + 1]``, where ``r16`` is 16 random bits, or 2**15 to round to nearest. No float is
     involved, and edges 0, 1, 2, ... give the codes of bins of one width.
 
-    With a ``projection`` to R' columns, the values are those of the matrix ``x R / sqrt(R')`` in fp32, ``[N, R']``,
-    with signs ``R`` (:func:`projection_signs`) that no one stores. Backends add its sums in orders of their own.
+    With a ``projection`` to R' columns, the values are those of the matrix ``(x S) R / sqrt(R')`` in fp32, ``[N, R']``,
+    with signs ``R`` (:func:`projection_signs`) and a row's own signs ``S`` (:func:`row_signs`), which no one stores.
+    Without ``S`` the errors ``x (R R^T / R' - 1)`` of all rows would be of one matrix, and would not average out in a
+    sum over rows, such as the gradient of a weight. Backends add the sums in orders of their own.
 
     Args:
         x: Values of any floating type, converted to fp32 first; with a projection a matrix ``[N, F]``.
@@ -119,9 +146,7 @@ def blocks_pack(
     values = x.detach()
     if projection:
         assert projection_seed is not None
-        values = _project(
-            values, projection_signs(x.shape[1], projection, projection_seed, projection_stream), projection
-        )
+        values = _project(values, projection, projection_seed, projection_stream)
     values = values.reshape(-1)
     num_blocks = -(-values.numel() // block_size)
     seed = stream_seed(seed, stream)
@@ -180,11 +205,12 @@ def blocks_unpack(
     projection_seed: Tensor | None = None,
     projection_stream: int = 0,
     num_columns: int = 0,
+    first_row: int = 0,
 ) -> Tensor:
     """The values that packed codes stand for: ``low + step * code``, or ``low + step * edges[code]``, in fp32, rounded
     twice, then converted.
 
-    Those of a projected matrix ``P`` are multiplied back, to ``P R^T / sqrt(R')`` in fp32. Its mean over the seeds of
+    Those of a projected matrix ``P`` are multiplied back, to ``P R^T S / sqrt(R')`` in fp32. Its mean over the seeds of
     signs and rounding is the matrix that was packed.
 
     Args:
@@ -194,6 +220,7 @@ def blocks_unpack(
         dtype: Type of the result.
         edges: As the blocks were packed with, like what follows.
         num_columns: With a projection, the columns F of the matrix that was packed.
+        first_row: With a projection, which row of that matrix the first one is.
 
     Shapes:
         - **input:** as :func:`blocks_pack` returns them, or a range of their blocks
@@ -202,8 +229,7 @@ def blocks_unpack(
     if projection:
         assert projection_seed is not None
         values = blocks_unpack(packed, low, step, bits=bits, size=size, edges=edges).view(-1, projection)
-        signs = projection_signs(num_columns, projection, projection_seed, projection_stream)
-        return _project(values, signs.t(), projection).to(dtype)
+        return _unproject(values, num_columns, first_row, projection_seed, projection_stream).to(dtype)
     num_blocks, num_bytes = packed.shape
     block_size = num_bytes * 8 // bits
     shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)[:, None]

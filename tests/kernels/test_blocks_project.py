@@ -12,7 +12,7 @@ from torch import Tensor
 from block_cases import EDGES, assert_same
 from kernel_cases import FLOATS, LAYOUTS, UNIT, assert_within, far_columns, quiet, storage_error, surrounded
 from qgnn import reference, rng
-from qgnn.reference.blocks import projection_signs
+from qgnn.reference.blocks import projection_signs, row_signs
 
 pytestmark = quiet
 
@@ -25,6 +25,10 @@ def matrix_of(num_columns: int, signs: dict[str, Any]) -> Tensor:
     return projection_signs(num_columns, *signs.values()).double() / signs["projection"] ** 0.5
 
 
+def own_signs(shape: tuple[int, int], signs: dict[str, Any], first_row: int = 0) -> Tensor:
+    return row_signs(first_row, *shape, signs["projection_seed"], signs["projection_stream"]).double()
+
+
 def product_bound(x: Tensor, num_terms: int, projection: int) -> Tensor:
     """Of each of twice as many additions in a tensor core a unit is cut off, not rounded: 2 UNIT; of each fp32 factor
     6 UNIT in its last part; the scale and the product by it: 2 UNIT."""
@@ -35,7 +39,8 @@ def product_bound(x: Tensor, num_terms: int, projection: int) -> Tensor:
 @pytest.mark.parametrize(("F", "projection"), [(1, 8), (33, 16), (130, 64), (70, 100), (7, 1)])
 def test_projection_is_within_its_bound(device: str, dtype: torch.dtype, F: int, projection: int) -> None:
     x, signs = (torch.randn(70, F, device=device) * 3).to(dtype), signs_of(projection, device)
-    assert_within(blocks_project(x, **signs), x.double() @ matrix_of(F, signs), product_bound(x, F, projection))
+    exact = (x.double() * own_signs((70, F), signs)) @ matrix_of(F, signs)
+    assert_within(blocks_project(x, **signs), exact, product_bound(x, F, projection))
 
 
 FUSED = [(8, 32), (16, 128), (16, 8), (32, 16), (64, 2048), (16, 1024)]  # columns of the projection, values of a block
@@ -65,19 +70,20 @@ def test_every_type_and_given_edges(device: str, dtype: torch.dtype, metadata_dt
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
-    ("F", "projection", "block_size", "bits"),
-    [(1, 8, 32, 2), (33, 16, 128, 1), (130, 64, 24, 4), (150, 100, 1000, 8), (7, 1, 8, 1)],
+    ("F", "projection", "block_size", "bits", "first_row"),
+    [(1, 8, 32, 2, 0), (33, 16, 128, 1, 9), (130, 64, 24, 4, 0), (150, 100, 1000, 8, 1 << 31), (7, 1, 8, 1, 3)],
 )
 def test_unpacking_multiplies_back(
-    device: str, dtype: torch.dtype, F: int, projection: int, block_size: int, bits: int
+    device: str, dtype: torch.dtype, F: int, projection: int, block_size: int, bits: int, first_row: int
 ) -> None:
     N, signs = 70, signs_of(projection, device)
     values = torch.randn(N, projection, device=device)
     edges = EDGES[bits].to(device) if bits < 8 else None
     blocks = reference.blocks_pack(values, bits=bits, block_size=block_size, edges=edges)
     values = reference.blocks_unpack(*blocks, bits=bits, size=N * projection, edges=edges).view(N, projection)
-    restored = blocks_unpack(*blocks, bits=bits, size=N * projection, dtype=dtype, edges=edges, num_columns=F, **signs)
-    exact = values.double() @ matrix_of(F, signs).t()
+    options = {"bits": bits, "size": N * projection, "dtype": dtype, "edges": edges, "num_columns": F, **signs}
+    restored = blocks_unpack(*blocks, first_row=first_row, **options)
+    exact = values.double() @ matrix_of(F, signs).t() * own_signs((N, F), signs, first_row)
     bound = product_bound(values, projection, projection)
     assert restored.dtype == dtype
     assert_within(restored, exact, bound + storage_error(dtype) * (exact.abs() + bound) + 2.0**-24)
@@ -112,9 +118,9 @@ def test_nothing_outside_is_read_and_rows_do_not_mix(device: str) -> None:
 
 
 def test_rows_that_are_not_there_do_not_widen_the_last_block(device: str) -> None:
-    """A row that is the sum of the columns of signs: its projection is about the root of its length, far from 0."""
+    """Rows that are the sum of the columns of signs: their projection is about the root of their length, far from 0."""
     signs = signs_of(8, device)
-    x = (matrix_of(200, signs).sum(1) * 8**0.5).float().expand(3, -1)
+    x = ((matrix_of(200, signs).sum(1) * 8**0.5) * own_signs((3, 200), signs)).float()
     made = blocks_project(x, **signs)
     assert made.min() > 20
     options = {"bits": 2, "block_size": 64}

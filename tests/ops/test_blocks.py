@@ -18,7 +18,7 @@ from qgnn.ops._backends import STREAM_PACKED, torch_backend
 from qgnn.ops.blocks import _blocks_pack, _blocks_unpack
 
 FP32 = torch.float32
-PLAIN_PACK, PLAIN_UNPACK = (None, 0, None), (None, 0, None, 0)  # bins of one width, no projection
+PLAIN_PACK, PLAIN_UNPACK = (None, 0, None), (None, 0, None, 0, 0)  # bins of one width, no projection
 EDGES = torch.tensor([0, 1.25, 1.75, 3])
 
 
@@ -60,7 +60,7 @@ def through(x: Tensor, bits: int, block_size: int, edges: Tensor | None, project
     signs = (edges, projection, rng.make_seed(seed + 1))
     blocks = ops.blocks_pack(x, rng.make_seed(seed), bits, block_size, FP32, *signs)
     size = x.shape[0] * projection if projection else x.numel()
-    return ops.blocks_unpack(*blocks, bits, size, x.dtype, *signs, x.shape[1])
+    return ops.blocks_unpack(*blocks, bits, size, x.dtype, *signs, x.shape[1], 0)
 
 
 @pytest.mark.parametrize("projection", [0, 8])
@@ -68,7 +68,7 @@ def test_blocks_with_edges_and_projection_opcheck(projection: int) -> None:
     x, options = torch.randn(5, 33), (EDGES, projection, rng.make_seed(2))
     opcheck(ops.blocks_pack, (x, rng.make_seed(1), 2, 16, FP32, *options), compiled=True)
     blocks, size = ops.blocks_pack(x, rng.make_seed(1), 2, 16, FP32, *options), 40 if projection else 165
-    opcheck(ops.blocks_unpack, (*blocks, 2, size, torch.float16, *options, 33), compiled=True)
+    opcheck(ops.blocks_unpack, (*blocks, 2, size, torch.float16, *options, 33, 0), compiled=True)
 
 
 @pytest.mark.parametrize("edges", [None, EDGES], ids=["uniform", "edges"])
@@ -205,7 +205,7 @@ def test_unpack_refuses(name: str) -> None:
     error, change, message = BAD_UNPACKS[name]
     arguments: dict[str, Any] = {
         **{"packed": BYTES, "low": ONES, "step": ONES, "bits": 2, "size": 40, "dtype": FP32},
-        **{"edges": None, "projection": 0, "projection_seed": None, "num_columns": 0},
+        **{"edges": None, "projection": 0, "projection_seed": None, "num_columns": 0, "first_row": 0},
         **change,
     }
     with pytest.raises(error, match=r"'qgnn::blocks_unpack' expects .*" + re.escape(message)):
@@ -222,7 +222,7 @@ def test_edges_have_to_span_the_codes(edges: list[float]) -> None:
     with pytest.raises(ValueError, match=r"'qgnn::blocks_pack' " + message):
         ops.blocks_pack(torch.randn(50), None, 2, 16, FP32, *options)
     with pytest.raises(ValueError, match=r"'qgnn::blocks_unpack' " + message):
-        ops.blocks_unpack(BYTES, ONES, ONES, 2, 40, FP32, *options, 0)
+        ops.blocks_unpack(BYTES, ONES, ONES, 2, 40, FP32, *options, 0, 0)
 
 
 def test_unpack_takes_every_size_that_fills_its_blocks() -> None:

@@ -234,11 +234,22 @@ def test_projection_is_within_its_bound() -> None:
     blocks = native.blocks_pack(x, bits=8, block_size=64, **signs)
     values = native.blocks_unpack(*blocks, bits=8, size=200 * 16).view(200, 16)
     steps = blocks[2].double().repeat_interleave(64).view(200, 16)
+    own = reference.blocks.row_signs(0, 200, 130, signs["projection_seed"], signs["projection_stream"]).double()
     bound = 0.51 * steps + 132 * EPS * x.double().abs().sum(1, keepdim=True) / 4
-    assert ((values - x.double() @ table / 4).abs() <= bound).all()
+    assert ((values - (x.double() * own) @ table / 4).abs() <= bound).all()
     restored = native.blocks_unpack(*blocks, bits=8, size=200 * 16, num_columns=130, **signs)
-    exact = values.double() @ table.t() / 4
+    exact = values.double() @ table.t() / 4 * own
     assert ((restored - exact).abs() <= 18 * EPS * values.double().abs().sum(1, keepdim=True)).all()
+
+
+def test_rows_from_the_middle_have_the_signs_of_their_place() -> None:
+    x, signs = torch.randn(26, 42), signs_of(16)
+    packed, low, step = native.blocks_pack(x, bits=2, block_size=16, **signs)
+    whole = native.blocks_unpack(packed, low, step, bits=2, size=26 * 16, num_columns=42, **signs)
+    options = {"bits": 2, "size": 9 * 16, "num_columns": 42, **signs}
+    part = native.blocks_unpack(packed[7:16], low[7:16], step[7:16], first_row=7, **options)
+    assert torch.equal(part, whole[7:16])
+    assert not torch.equal(native.blocks_unpack(packed[7:16], low[7:16], step[7:16], **options), part)
 
 
 @pytest.mark.parametrize("view", ["transposed", "inner", "expanded_row"])
