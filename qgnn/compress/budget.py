@@ -25,11 +25,11 @@ from qgnn.compress.saved import Codes
 from qgnn.compressed_tensor import CompressedTensor
 from qgnn.formats import BLOCK_BITS, Blocks
 from qgnn.functional.blocks import decompress, pack, with_block_size
+from qgnn.memory import MIB
 
 # Function, module, and how many tensors of both came before in a block.
 Key = tuple[str, str, int]
 
-_MIB = 2**20
 _PROBE_BITS = 2
 _WIDEST = BLOCK_BITS[-1]
 
@@ -186,12 +186,12 @@ class Budget:
             candidates[key] = Candidate(variance, num_bytes)
         rest = self._report.saved_bytes - self._coded_bytes
         try:
-            self._widths = allocate(candidates, int(self._mib * _MIB) - rest)
+            self._widths = allocate(candidates, int(self._mib * MIB) - rest)
         except ValueError:
             least = rest + sum(c.num_bytes[BLOCK_BITS[0]] for c in candidates.values())
             raise ValueError(
-                f"'compress_activations' expects a 'budget_mib' of at least {least / _MIB:.3f}: one bit a value of "
-                f"what is coded, and {rest / _MIB:.3f} MiB of masks and what is kept as it is (got {self._mib})"
+                f"'compress_activations' expects a 'budget_mib' of at least {least / MIB:.3f}: one bit a value of "
+                f"what is coded, and {rest / MIB:.3f} MiB of masks and what is kept as it is (got {self._mib})"
             ) from None
         self._blocks_since = 1
 

@@ -18,7 +18,6 @@ from qgnn.functional._checks import check_float
 from qgnn.rng import make_seed
 from qgnn.weak_cache import lasting
 
-
 MANY = 1 << 30  # values of a large tensor
 
 

@@ -13,9 +13,7 @@ from torch import Tensor
 from qgnn.compress import budget, compress_activations
 from qgnn.compress.budget import Candidate, allocate, gradients, leaves_of
 from qgnn.formats import BLOCK_BITS
-from qgnn.memory import STATUS
-
-MIB = 2**20
+from qgnn.memory import MIB, STATUS
 
 candidates = st.lists(
     st.tuples(st.floats(1e-6, 1e6), st.integers(1, 1000)).map(
