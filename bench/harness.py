@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgnn.cli.measure import MIB, SavedBytes, storages_of
+from qgnn.cli.measure import SavedBytes, storages_of
 from qgnn.cli.provenance import Stamp, now
+from qgnn.memory import MIB
 
 from .clock import Clock, percentile
 from .records import Record, make_record

@@ -23,10 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BINS = ("uniform", "optimal")
-MAX_BLOCK = 1 << 16  # as of ``qgnn::blocks_pack``
+from qgnn.formats import BINS, MAX_BLOCK_SIZE
+
 SMALLEST_BLOCK = 8  # the shortest one that is whole bytes at every width
-SAMPLE = 4 * MAX_BLOCK  # values that are looked at to measure
+SAMPLE = 4 * MAX_BLOCK_SIZE  # values that are looked at to measure
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 _CELLS = 64  # of a histogram between the ends of the range
@@ -41,9 +41,9 @@ def _cdf(t: float) -> float:
 def _check(owner: str, bits: int, most: int, block_size: int, least: int = 1) -> None:
     if not isinstance(bits, int) or not least <= bits <= most:
         raise ValueError(f"'{owner}' expects 'bits' to be a whole number from {least} to {most} (got {bits})")
-    if not isinstance(block_size, int) or not 1 <= block_size <= MAX_BLOCK:
+    if not isinstance(block_size, int) or not 1 <= block_size <= MAX_BLOCK_SIZE:
         raise ValueError(
-            f"'{owner}' expects 'block_size' to be a whole number from 1 to {MAX_BLOCK} (got {block_size})"
+            f"'{owner}' expects 'block_size' to be a whole number from 1 to {MAX_BLOCK_SIZE} (got {block_size})"
         )
 
 
@@ -187,7 +187,7 @@ def optimal_bins(bits: int, block_size: int) -> Tensor:
 
 def block_sizes(num_values: int) -> list[int]:
     """The block sizes to choose from: powers of two from 8 to 65536, up to the first that holds ``num_values``."""
-    powers = [1 << k for k in range(SMALLEST_BLOCK.bit_length() - 1, MAX_BLOCK.bit_length())]
+    powers = [1 << k for k in range(SMALLEST_BLOCK.bit_length() - 1, MAX_BLOCK_SIZE.bit_length())]
     return [size for size in powers if size < 2 * max(num_values, SMALLEST_BLOCK)]
 
 
@@ -233,8 +233,8 @@ def best_block_size(
     _check("best_block_size", bits, 8, SMALLEST_BLOCK)
     num_values = max(num_values, 1)
     if variances is None:
-        edges = _edges_of("best_block_size", bits, bins)
-        variances = {size: predicted_variance(bits, size, edges(size)) for size in block_sizes(num_values)}
+        _edges_of("best_block_size", bits, bins)  # checks
+        variances = {size: _predicted(bits, size, bins) for size in block_sizes(num_values)}
     if not variances:
         raise ValueError("'best_block_size' expects 'variances' of at least one block size (got none)")
     exchange_rate = 2 * math.log2(((2 << bits) - 1) / ((1 << bits) - 1))
@@ -245,6 +245,11 @@ def best_block_size(
         return stored + math.log2(max(variance, sys.float_info.min)) / exchange_rate
 
     return min(variances.items(), key=cost)[0]
+
+
+@cache  # 255 bins take a while, and batches of a sampler have new sizes for ever
+def _predicted(bits: int, block_size: int, bins: str) -> float:
+    return predicted_variance(bits, block_size, _edges_of("best_block_size", bits, bins)(block_size))
 
 
 def _edges_of(owner: str, bits: int, bins: str) -> Callable[[int], Tensor | None]:
@@ -305,8 +310,8 @@ def measure_variances(x: Tensor, bits: int, bins: str = "uniform") -> dict[int, 
     edges = _edges_of("measure_variances", bits, bins)
     values, sizes = x.detach().reshape(-1), block_sizes(x.numel())
     if x.numel() > SAMPLE:
-        pieces = values[: x.numel() // MAX_BLOCK * MAX_BLOCK].view(-1, MAX_BLOCK)
-        values = pieces[:: -(-len(pieces) // (SAMPLE // MAX_BLOCK))].reshape(-1)
+        pieces = values[: x.numel() // MAX_BLOCK_SIZE * MAX_BLOCK_SIZE].view(-1, MAX_BLOCK_SIZE)
+        values = pieces[:: -(-len(pieces) // (SAMPLE // MAX_BLOCK_SIZE))].reshape(-1)
     found = []
     for size in sizes:
         steps, step = block_steps(values, bits, min(size, max(x.numel(), 1)))

@@ -1,4 +1,4 @@
-"""The most memory that was in use."""
+"""Bytes: of a MiB, and the most that were in use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+MIB = 2**20
 STATUS = Path("/proc/self/status")
 
 

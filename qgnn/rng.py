@@ -81,7 +81,8 @@ def make_seed(seed: int | Tensor | None = None, device: torch.device | str | Non
         return seed.reshape(1).to(device)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"'seed' expects an int, an int64 tensor or None (got {type(seed).__name__})")
-    return torch.tensor([_signed(splitmix64(seed & _U64), 64)], dtype=torch.int64, device=device)
+    # Filled on the device: a copy from the host would wait for it.
+    return torch.full((1,), _signed(splitmix64(seed & _U64), 64), dtype=torch.int64, device=device)
 
 
 def _xor_shift(h: Tensor, shift: int) -> Tensor:

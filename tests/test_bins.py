@@ -30,7 +30,7 @@ TABLE = [
     (2048, 1.1495, 0.16828, 0.12920, 23.22),
 ]
 WIDTHS = st.integers(2, 4)
-SIZES = st.integers(1, bins.MAX_BLOCK)
+SIZES = st.integers(1, bins.MAX_BLOCK_SIZE)
 
 
 def deviation(bits: int, block_size: int) -> float:
@@ -117,7 +117,7 @@ def test_optimal_bins_are_symmetric_and_rise(bits: int, block_size: int) -> None
 ROUNDED = 14 * 0.5 * 2.0**-34 * 2 * 6 * (0.4 / 0.35)
 
 
-@given(st.data(), WIDTHS, st.integers(3, bins.MAX_BLOCK), st.sampled_from([0.3, 0.03, 0.003]))
+@given(st.data(), WIDTHS, st.integers(3, bins.MAX_BLOCK_SIZE), st.sampled_from([0.3, 0.03, 0.003]))
 def test_no_other_bins_have_less_variance(data: st.DataObject, bits: int, block_size: int, size: float) -> None:
     edges = bins.optimal_bins(bits, block_size).double()
     inner = len(edges) - 2
@@ -128,7 +128,7 @@ def test_no_other_bins_have_less_variance(data: st.DataObject, bits: int, block_
     assert best <= bins.expected_variance(bits, block_size) + ROUNDED
 
 
-@given(WIDTHS, st.integers(3, bins.MAX_BLOCK))
+@given(WIDTHS, st.integers(3, bins.MAX_BLOCK_SIZE))
 def test_the_gradient_of_every_edge_vanishes(bits: int, block_size: int) -> None:
     """Central differences, whose error is a sixth of ``h**2`` times the third derivative (below 20: densities, and
     their slopes times a width, over sigma**2 > 0.1), and rounding; and the Hessian times 2**-17."""
@@ -238,7 +238,7 @@ def test_the_rule_is_sane(bits: int, n: int, metadata_bits: int) -> None:
     found = bins.best_block_size(bits, n, "uniform", metadata_bits)
     assert found in bins.block_sizes(n)
     assert found == 8 or found < 2 * n  # half of it would not hold all values
-    assert found <= bins.MAX_BLOCK
+    assert found <= bins.MAX_BLOCK_SIZE
     if n >= 1 << 20:  # where no tail counts, larger metadata never ask for shorter blocks
         assert bins.best_block_size(bits, n, "uniform", 2 * metadata_bits) >= found
 
@@ -272,9 +272,9 @@ def test_measured_variances_are_those_of_the_operators(kind: str) -> None:
 
 def test_a_sample_stands_for_a_large_tensor() -> None:
     """The whole is 21 pieces of 65536 values and a rest, of which four pieces are looked at."""
-    x = torch.full((21 * bins.MAX_BLOCK + 5,), math.inf)
+    x = torch.full((21 * bins.MAX_BLOCK_SIZE + 5,), math.inf)
     pieces, looked_at = x[:-5].view(21, -1), [0, 6, 12, 18]
-    pieces[looked_at] = torch.randn(4, bins.MAX_BLOCK, generator=torch.Generator().manual_seed(0))
+    pieces[looked_at] = torch.randn(4, bins.MAX_BLOCK_SIZE, generator=torch.Generator().manual_seed(0))
     found = bins.measure_variances(x, 2)
     assert found == bins.measure_variances(pieces[looked_at], 2)
     assert bins.measure_variances(x[:-1].view(-1, 4), 2) == found

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from block_cases import BITS, METADATA, assert_same, codes_of, error_bound
 from op_checks import assert_unbiased
 from qgnn import CompressedTensor, functional, reference, rng
-from qgnn.bins import optimal_bins
+from qgnn.bins import best_block_size, optimal_bins
 from qgnn.functional import blocks as module
 from qgnn.functional import compress, decompress
 from qgnn.ops._backends import STREAM_PACKED, STREAM_PROJECTION
@@ -312,14 +313,16 @@ def test_compiles_in_one_graph(kind: str) -> None:
         assert_same(compiled(x, seed), through(x, seed))
 
 
-def test_compiles_once_for_any_number_of_rows() -> None:
+@pytest.mark.parametrize("block_size", [16, None])
+def test_compiles_once_for_any_number_of_rows(block_size: int | None) -> None:
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
-        lambda x, seed: decompress(compress(x, 2, 16, seed=seed)), fullgraph=True, dynamic=True, backend=counter
+        lambda x, seed: decompress(compress(x, 2, block_size, seed=seed)), fullgraph=True, dynamic=True, backend=counter
     )
-    for rows in (11, 40, 7):
+    size = block_size or best_block_size(2, 1 << 30)  # that of large tensors
+    for rows in (110, 400, 70):
         x, seed = torch.randn(rows, 12), rng.make_seed(rows)
-        assert torch.equal(compiled(x, seed), decompress(compress(x, 2, 16, seed=seed)))
+        assert torch.equal(compiled(x, seed), decompress(compress(x, 2, size, seed=seed)))
     assert counter.frame_count == 1
 
 

@@ -1,12 +1,14 @@
 """Seeds and the counter hash: known answers, an independent implementation, and statistics."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qgnn import rng
 from statistics_checks import assert_plausible, correlation_z, pair_uniformity_z, uniformity_z, z_limit
@@ -128,6 +130,20 @@ def test_make_seed_whitens_an_int(number: int) -> None:
     seed = rng.make_seed(number)
     assert (seed.dtype, seed.shape) == (torch.int64, (1,))
     assert seed.item() == signed(rng.splitmix64(number & M64))
+
+
+def test_make_seed_of_an_int_copies_nothing_from_the_host() -> None:
+    """A copy to a GPU would wait for it. Another device stands for one: its tensors have no values."""
+    called = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Noted():
+        rng.make_seed(3, "meta")
+    assert called == [torch.ops.aten.full.default]
 
 
 def test_make_seed_none_follows_torch_manual_seed() -> None:

@@ -22,9 +22,9 @@ from torch_geometric.nn import GraphSAGE
 import qgnn
 from qgnn import QConfig, compress_activations
 from qgnn.bins import best_block_size, optimal_bins, predicted_variance
-from qgnn.cli.measure import MIB
 from qgnn.compress import Report
 from qgnn.formats import Blocks
+from qgnn.memory import MIB
 
 from ..compression import PUBLISHED_MIB
 from ..harness import Provider, UnavailableError, Work, made

@@ -11,9 +11,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from qgnn.memory import peak_bytes
-
-MIB = 2**20
+from qgnn.memory import MIB, peak_bytes
 
 # Epochs at the start of a run that prepare the graph, compile kernels and warm caches; their time does not count.
 WARMUP_EPOCHS = 3

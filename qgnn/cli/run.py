@@ -14,11 +14,12 @@ from torch_geometric.transforms import NormalizeFeatures
 
 from qgnn import functional
 from qgnn.cli.compression import NO_COMPRESSION, Compression
-from qgnn.cli.measure import MIB, PeakMemory, SavedBytes, StepTimer
+from qgnn.cli.measure import PeakMemory, SavedBytes, StepTimer
 from qgnn.cli.model import dropped, make_model, parameter_groups
 from qgnn.cli.precision import Precision
 from qgnn.cli.recipe import Recipe
 from qgnn.config import QConfig
+from qgnn.memory import MIB
 from qgnn.qtensor import QTensor
 from qgnn.trace import trace
 

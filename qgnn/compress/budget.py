@@ -1,17 +1,21 @@
 """Widths of codes under a budget of bytes, by what the rounding of each tensor does to the gradient.
 
 After GACT (`arXiv:2206.11357 <https://arxiv.org/abs/2206.11357>`_) and ActNN (`arXiv:2104.14129
-<https://arxiv.org/abs/2104.14129>`_). In a block that measures, all tensors are kept in 8 bits. Its backward pass runs
-once as it is, and once for each tensor with this one's values rounded anew to 2 bits: the squared distance of the two
-gradients of all leaves is the variance that 2 bits of it add. That of b bits is proportional to 1 / (2**b - 1)**2, and
-variances of different tensors add up. Widths are then raised from 1 bit, each time where a byte saves the most.
+<https://arxiv.org/abs/2104.14129>`_). In a block that measures, all tensors are kept in 8 bits. Each of its backward
+passes runs once as it is, and once for each tensor with this one's values rounded anew to 2 bits: the squared distance
+of the two gradients of all leaves is the variance that 2 bits of it add. That of b bits is proportional to
+1 / (2**b - 1)**2, and variances of different tensors and backward passes add up. At the block's end widths are raised
+from 1 bit, each time where a byte saves the most.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,11 +25,11 @@ from qgnn.compress.saved import Codes
 from qgnn.compressed_tensor import CompressedTensor
 from qgnn.formats import BLOCK_BITS, Blocks
 from qgnn.functional.blocks import decompress, pack, with_block_size
+from qgnn.memory import MIB
 
 # Function, module, and how many tensors of both came before in a block.
 Key = tuple[str, str, int]
 
-_MIB = 2**20
 _PROBE_BITS = 2
 _WIDEST = BLOCK_BITS[-1]
 
@@ -80,7 +84,7 @@ class Budget:
     """Widths of the tensors of one object, block after block.
 
     Args:
-        mib: MiB to keep for a backward pass, all included.
+        mib: MiB to keep for a block's backward passes, all included.
         every: Blocks from one measurement to the next.
         bits: Width of a tensor that has not been measured yet.
     """
@@ -91,83 +95,112 @@ class Budget:
         self._variances: dict[Key, float] = {}
         self._blocks_since = 0
         self._is_stale = True
-        self._codes: dict[Key, Codes] = {}
-        self._formats: dict[Key, Blocks] = {}
         self.measures = False
+        self._forget()
 
-    def begin(self) -> None:
+    def _forget(self) -> None:
+        """Of a block that measures: formats and bytes of each tensor in each width, the variance that one bit of it
+        adds, and the codes that some graph holds."""
+        self._report = Report()
+        self._formats: dict[Key, dict[int, Blocks]] = {}
+        self._num_bytes: dict[Key, dict[int, int]] = {}
+        self._found: dict[Key, float] = {}
+        self._codes: WeakKeyDictionary[Codes, Key] = WeakKeyDictionary()
+        self._coded_bytes, self._has_measured = 0, False
+
+    def begin(self, report: Report) -> None:
         """A block begins."""
         self.measures = self._is_stale or self._blocks_since >= self._every
         self._blocks_since += 1
-        self._codes.clear()
-        self._formats.clear()
+        self._forget()
+        self._report = report
 
     def end(self) -> None:
-        """It has ended without an error.
+        """It has ended without an error: choose widths if it has measured.
 
         Raises:
             RuntimeError: If it should have measured, and had no backward pass.
-        """
-        if self.measures and self._codes:
-            raise RuntimeError(
-                "'compress_activations' with a 'budget_mib' measures in its first block, and every 'reestimate_every' "
-                "blocks, what rounding does to gradients: call 'loss.backward()' inside the block"
-            )
-
-    def choose(self, key: Key, blocks: Blocks) -> Blocks:
-        """The format of a tensor."""
-        self._formats[key] = blocks
-        if self.measures:
-            return with_bits(blocks, _WIDEST)
-        return with_bits(blocks, self._widths.get(key, self._bits))
-
-    def made(self, key: Key, codes: Codes) -> None:
-        """The codes of a tensor."""
-        if self.measures:
-            self._codes[key] = codes
-        elif key not in self._widths:
-            self._is_stale = True
-
-    def measure(
-        self, report: Report, seed: Callable[[torch.device], Tensor], root: Tensor, gradient: Tensor | None
-    ) -> None:
-        """Choose widths, before the backward pass of ``root``; ``seed`` makes seeds.
-
-        Raises:
             ValueError: If the budget is too small for one bit of each tensor, beside what is not coded.
         """
-        leaves = leaves_of(root)
+        if self.measures and self._num_bytes:
+            if not self._has_measured:
+                raise RuntimeError(
+                    "'compress_activations' with a 'budget_mib' measures in its first block, and every "
+                    "'reestimate_every' blocks, what rounding does to gradients: call 'loss.backward()' inside the "
+                    "block"
+                )
+            # Scaled losses overflow at times: the next block measures again.
+            self._is_stale = not all(map(math.isfinite, self._found.values()))
+            if not self._is_stale:
+                self._choose_widths()
+        self._forget()
+
+    def choose(self, key: Key, in_width: Callable[[int], Blocks]) -> Blocks:
+        """The format of a tensor, which has one in each width."""
+        if not self.measures:
+            return in_width(self._widths.get(key, self._bits))
+        self._formats[key] = {bits: in_width(bits) for bits in BLOCK_BITS}
+        return self._formats[key][_WIDEST]
+
+    def made(self, key: Key, codes: Codes) -> None:
+        """Codes of a tensor, which may have several."""
+        if not self.measures:
+            self._is_stale |= key not in self._widths
+            return
+        kept: CompressedTensor = codes.kept
+        self._codes[codes] = key
+        self._coded_bytes += kept.nbytes
+        before = self._num_bytes.get(key, dict.fromkeys(BLOCK_BITS, 0))
+        self._num_bytes[key] = {
+            bits: before[bits] + _num_bytes(kept, blocks) for bits, blocks in self._formats[key].items()
+        }
+
+    def measure(self, seed: Callable[[torch.device], Tensor], root: Tensor, gradient: Tensor | None) -> None:
+        """Add up what rounding does to gradients, before the backward pass of ``root``; ``seed`` makes seeds."""
+        self._has_measured = True
+        leaves, codes_of = leaves_of(root), defaultdict[Key, list[Codes]](list)
+        for codes, key in self._codes.items():
+            codes_of[key].append(codes)
+        if not leaves or not codes_of:
+            return
         exact = gradients(root, leaves, gradient)
+        for key, several in codes_of.items():
+            kept = [codes.kept for codes in several]
+            try:
+                for codes in several:
+                    codes.kept = rounded_anew(codes.kept, _PROBE_BITS, seed(codes.kept.packed.device))
+                changed = gradients(root, leaves, gradient)
+            finally:
+                for codes, original in zip(several, kept, strict=True):
+                    codes.kept = original
+            distance = sum(float((a - b).abs().float().square().sum()) for a, b in zip(changed, exact, strict=True))
+            self._found[key] = self._found.get(key, 0.0) + distance * ((1 << _PROBE_BITS) - 1) ** 2
+
+    def _choose_widths(self) -> None:
         candidates = {}
-        for key, codes in self._codes.items():
-            kept: CompressedTensor = codes.kept
-            codes.kept = rounded_anew(kept, _PROBE_BITS, seed(kept.packed.device))
-            changed = gradients(root, leaves, gradient)
-            codes.kept = kept
-            distance = sum(float((a - b).square().sum()) for a, b in zip(changed, exact, strict=True))
-            variance = distance * ((1 << _PROBE_BITS) - 1) ** 2
+        for key, num_bytes in self._num_bytes.items():
+            variance = self._found.get(key, 0.0)  # none: no backward pass asked for it
             if key in self._variances:  # one sample each time: the mean of them, older ones for less
                 variance = (variance + self._variances[key]) / 2
             self._variances[key] = variance
-            candidates[key] = Candidate(variance, self._sizes(key, kept))
-        rest = report.saved_bytes - sum(codes.kept.nbytes for codes in self._codes.values())
+            candidates[key] = Candidate(variance, num_bytes)
+        rest = self._report.saved_bytes - self._coded_bytes
         try:
-            self._widths = allocate(candidates, int(self._mib * _MIB) - rest)
+            self._widths = allocate(candidates, int(self._mib * MIB) - rest)
         except ValueError:
             least = rest + sum(c.num_bytes[BLOCK_BITS[0]] for c in candidates.values())
             raise ValueError(
-                f"'compress_activations' expects a 'budget_mib' of at least {least / _MIB:.3f}: one bit a value of "
-                f"what is coded, and {rest / _MIB:.3f} MiB of masks and what is kept as it is (got {self._mib})"
+                f"'compress_activations' expects a 'budget_mib' of at least {least / MIB:.3f}: one bit a value of "
+                f"what is coded, and {rest / MIB:.3f} MiB of masks and what is kept as it is (got {self._mib})"
             ) from None
-        self._is_stale, self._blocks_since = False, 1
-        self._codes.clear()
+        self._blocks_since = 1
 
-    def _sizes(self, key: Key, kept: CompressedTensor) -> dict[int, int]:
-        """Bytes of a tensor in each width."""
-        num_values = kept.shape.numel() // kept.shape[-1] * kept.columns if kept.columns else kept.shape.numel()
-        formats = {bits: with_block_size(with_bits(self._formats[key], bits), num_values) for bits in BLOCK_BITS}
-        seed = 0 if kept.projection_seed is None else kept.projection_seed.nbytes
-        return {bits: blocks.num_bytes(num_values) + seed for bits, blocks in formats.items()}
+
+def _num_bytes(kept: CompressedTensor, blocks: Blocks) -> int:
+    """Bytes of the same values in another format."""
+    num_values = kept.shape.numel() // kept.shape[-1] * kept.columns if kept.columns else kept.shape.numel()
+    seed = 0 if kept.projection_seed is None else kept.projection_seed.nbytes
+    return with_block_size(blocks, num_values).num_bytes(num_values) + seed
 
 
 def with_bits(blocks: Blocks, bits: int) -> Blocks:
@@ -194,7 +227,7 @@ def leaves_of(root: Tensor) -> list[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
+        if node.name() == "torch::autograd::AccumulateGrad":
             found.append(node.variable)
         nodes.extend(following for following, _ in node.next_functions)
     return found

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from qgnn.bins import best_block_size, measure_variances
-from qgnn.compress.budget import Budget, Key
+from qgnn.bins import best_block_size, block_sizes, measure_variances
+from qgnn.compress.budget import Budget, Key, with_bits
 from qgnn.compress.policy import Rule
 from qgnn.compress.report import SavedTensor
 from qgnn.compress.saved import Codes
@@ -68,26 +68,21 @@ class Formats:
             num_values = self._block_rows * (blocks.columns(columns) or columns)
             whole = -(-num_values // 8) * 8  # bytes in any width
             blocks = replace(blocks, block_size=min(whole, MAX_BLOCK_SIZE))
-        if self._budget is not None:
-            self._adaptive, blocks = key, self._budget.choose(key, blocks)
-        if self._block_sizes is not None and blocks.projection is None:  # a projection mixes values to normal ones
-            blocks = replace(blocks, block_size=self._measured(self._block_sizes, key, values, blocks))
-        return blocks
+        measured = self._block_sizes if blocks.projection is None else None  # a projection mixes values to normal ones
+
+        def in_width(bits: int) -> Blocks:
+            narrow = with_bits(blocks, bits)
+            return narrow if measured is None else replace(narrow, block_size=_measured(measured, key, values, narrow))
+
+        if self._budget is None:
+            return in_width(blocks.bits)
+        self._adaptive = key
+        return self._budget.choose(key, in_width)
 
     def made(self, codes: Codes) -> None:
         """Codes in the format that was chosen last."""
         if self._budget is not None and self._adaptive is not None:
             self._budget.made(self._adaptive, codes)
-
-    @staticmethod
-    def _measured(sizes: dict[tuple[Key, int], int], key: Key, values: Tensor, blocks: Blocks) -> int:
-        """The length of a block for the values that the tensor had first."""
-        name = (key, blocks.bits)
-        if name not in sizes:
-            variances = measure_variances(values, blocks.bits, blocks.bins)
-            metadata_bits = 16 * blocks.metadata_dtype.itemsize
-            sizes[name] = best_block_size(blocks.bits, values.numel(), blocks.bins, metadata_bits, variances)
-        return sizes[name]
 
     def _is_excluded(self, excluded: Any, entry: SavedTensor) -> bool:
         if isinstance(excluded, str):
@@ -95,3 +90,13 @@ class Formats:
         if isinstance(excluded, nn.Module):
             return self._runs(excluded)
         return bool(excluded(entry))
+
+
+def _measured(sizes: dict[tuple[Key, int], int], key: Key, values: Tensor, blocks: Blocks) -> int:
+    """The length of a block for the values that the tensor had first; no longer than the tensor now."""
+    name = (key, blocks.bits)
+    if name not in sizes:
+        variances = measure_variances(values, blocks.bits, blocks.bins)
+        metadata_bits = 16 * blocks.metadata_dtype.itemsize
+        sizes[name] = best_block_size(blocks.bits, values.numel(), blocks.bins, metadata_bits, variances)
+    return min(sizes[name], block_sizes(values.numel())[-1])

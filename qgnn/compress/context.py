@@ -62,7 +62,7 @@ class _Mode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is Tensor.backward and self._budget is not None and self._budget.measures:
             gradient = argument(args, kwargs, 1, "gradient")
-            self._budget.measure(self._session.report, self._session.seed, args[0], gradient)
+            self._budget.measure(self._session.seed, args[0], gradient)
         if torch.is_grad_enabled():
             replacement = redrawn_dropout if self._redraw_dropout and func in DROPOUTS else REPLACEMENTS.get(func)
             result = None if replacement is None else replacement(self._session, func, args, kwargs)
@@ -118,16 +118,17 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
             several of these.
         redraw_dropout: Whether :func:`torch.nn.functional.dropout` draws its masks from a hash, and again in the
             backward pass, so that only a seed is kept. The masks are then others than torch's.
-        budget_mib: MiB to keep for the backward pass: widths are chosen tensor by tensor, from 1 to 8 bits, so that the
-            variance of the gradient is least. In the first block, and every ``reestimate_every`` blocks, ``backward()``
-            of a tensor inside the block runs once more and once for each coded tensor, to measure what its rounding
-            does to the gradients of all leaves; these blocks keep 8 bits a value. After GACT and `ActNN
-            <https://arxiv.org/abs/2104.14129>`_. ``bits`` is then the width of tensors that come up in between.
+        budget_mib: MiB to keep for the backward passes of a block: widths are chosen tensor by tensor, from 1 to 8
+            bits, so that the variance of the gradient is least. In the first block, and every ``reestimate_every``
+            blocks, each ``backward()`` of a tensor inside the block runs once more and once for each coded tensor, to
+            measure what its rounding does to the gradients of all leaves; these blocks keep 8 bits a value. After GACT
+            and `ActNN <https://arxiv.org/abs/2104.14129>`_. The budget holds for tensors of the sizes that were
+            measured, larger batches take more. ``bits`` is the width of tensors that come up in between.
         reestimate_every: Blocks from one measurement to the next.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If a number is outside its range; in ``backward()``, if the budget is too small, with the least.
+        ValueError: If a number is outside its range; at the end of a block that measures, if the budget is too small.
         RuntimeError: If a block is opened within a compiled function, or one that measures for a budget ends without
             ``backward()``; in the backward pass, if somebody has written to what was saved, as torch does, or with
             ``create_graph=True``.
@@ -193,12 +194,17 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
     def __enter__(self) -> Report:
         if torch.compiler.is_compiling():
             _refuse()
+        if self._budget is not None and self._open:
+            raise RuntimeError(
+                "'compress_activations' with a 'budget_mib' expects to be left before it is entered again, since it "
+                "measures one block at a time; nest another object"
+            )
         sessions, modules = _open_sessions(), RunningModules()
         chosen = (self._block_sizes, self._budget, self._block_rows)
         formats = Formats(self._blocks, self._exclude, modules.__contains__, *chosen)
         session = Session(formats, self._seeds_of_block(), self._min_size, modules.name)
         if self._budget is not None:
-            self._budget.begin()
+            self._budget.begin(session.report)
         with ExitStack() as stack:
             sessions.append(session)
             stack.callback(sessions.remove, session)

@@ -44,19 +44,21 @@ class _WithDerivative(torch.autograd.Function):
 
 
 class _Softmax(torch.autograd.Function):
+    """Saves its result once for each time that it is in the gradient."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, op: str, dim: int, results: tuple[Any, ...]) -> Tensor:
-        y, *ctx.roundings = results
-        ctx.op = op
+    def forward(ctx: Any, x: Tensor, dim: int, results: tuple[Tensor]) -> Tensor:
+        (y,) = results  # an input that is returned would be a view
         ctx.dim, ctx.dtype = dim, x.dtype
+        ctx.save_for_backward(y, y)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        no_second_derivative(ctx.op)
-        weighted = ctx.roundings[0].values().mul_(grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        once, again = ctx.saved_tensors  # decoded for this call alone
+        weighted = once.mul_(grad)
         total = weighted.sum(ctx.dim, keepdim=True)
-        return weighted.sub_(ctx.roundings[1].values().mul_(total)).to(ctx.dtype), None, None, None
+        return weighted.sub_(again.mul_(total)).to(ctx.dtype), None, None
 
 
 def _writes(args: Call, kwargs: dict[str, Any]) -> bool:
@@ -134,17 +136,16 @@ def _softmax(session: Session, function: Any, args: Call, kwargs: dict[str, Any]
     x, dim = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "dim")
     if not session.takes(function, x) or not isinstance(dim, int) or not has_columns(x):
         return None
-    with session.standing_for(function) as op, torch.no_grad():
-        y = function(*args, **kwargs)
-        entry = session.enter(op, y, session.original_bytes(y, is_result=True))
-        blocks = session.format(y, _CODED, entry)
-        if blocks is not None:
-            roundings = (session.code(y, blocks, entry), session.code(y, blocks, entry))
+    with session.standing_for(function, _CODED) as op:
+        with torch.no_grad():
+            y = function(*args, **kwargs)
+            entry = session.enter(op, y, session.original_bytes(y, is_result=True))
+            op.ready = session.roundings(y, op, entry, 2)
+        if op.ready:
             entry.format += " twice"
-    if blocks is None:
-        session.report.by_tensor.remove(entry)
-        return None
-    return _Softmax.apply(x, op.name, dim, (y, *roundings))
+            return _Softmax.apply(x, dim, (y,))
+    session.report.by_tensor.remove(entry)
+    return None
 
 
 def redrawn_dropout(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:

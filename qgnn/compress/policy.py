@@ -28,6 +28,7 @@ class Rule(NamedTuple):
             shared with other functions, as long as these gradients go to leaves: no gradient is the product of two.
         exact: Name of the second argument, if that stays as it is.
         normal: Whether saved values are as good as normal; those of a projection are, too.
+        input_only: Whether only what is as large as the first argument is coded: not the means and deviations of norms.
         applies: Whether the rule holds for these arguments; ``None``: for all.
         bits: Width of the codes in place of the usual one.
         indices: Whether saved integers point into an argument's dimensions, so that its sizes bound them.
@@ -38,6 +39,7 @@ class Rule(NamedTuple):
     multiplies: bool = False
     exact: str | None = None
     normal: bool = False
+    input_only: bool = False
     applies: Callable[[Call, dict[str, Any]], bool] | None = None
     bits: int | None = None
     indices: bool = False
@@ -46,6 +48,10 @@ class Rule(NamedTuple):
     def exact_argument(self, args: Call, kwargs: dict[str, Any]) -> Any:
         """The argument that stays as it is."""
         return None if self.exact is None else argument(args, kwargs, 1, self.exact)
+
+    def is_statistic(self, t: Tensor, args: Call, kwargs: dict[str, Any]) -> bool:
+        """Whether ``t`` is smaller than the input of a norm."""
+        return self.input_only and t.numel() < argument(args, kwargs, 0, "input").numel()
 
 
 def functions(*names: str) -> Iterator[Any]:
@@ -116,7 +122,9 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(functions("pow", "__pow__"), Rule(applies=_is_square)),
     **dict.fromkeys(functions("div", "div_", "__truediv__", "__itruediv__"), Rule(exact="other")),
     **dict.fromkeys(functions("true_divide", "divide"), Rule(exact="other")),
-    **dict.fromkeys(functions("batch_norm", "layer_norm", "group_norm", "instance_norm"), Rule(normal=True)),
+    **dict.fromkeys(
+        functions("batch_norm", "layer_norm", "group_norm", "instance_norm"), Rule(normal=True, input_only=True)
+    ),
     **dict.fromkeys(
         functions("index_select", "gather", "scatter", "scatter_add", "scatter_reduce"), Rule(indices=True)
     ),

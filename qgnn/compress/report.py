@@ -8,7 +8,7 @@ from io import StringIO
 
 import torch
 
-_MIB = 2**20
+from qgnn.memory import MIB
 
 
 @dataclass
@@ -78,11 +78,11 @@ class Report:
         total = _mib((self.original_bytes, self.saved_bytes))
         table.add_row("all", "", "", f"{self.ratio:.1f} times smaller", *total)
         if self.peak_bytes is not None:
-            table.add_row("peak of all memory", "", "", "", "", f"{self.peak_bytes / _MIB:.0f}")
+            table.add_row("peak of all memory", "", "", "", "", f"{self.peak_bytes / MIB:.0f}")
         text = StringIO()
         Console(file=text, width=120).print(table)
         return text.getvalue()
 
 
 def _mib(sizes: Iterable[int]) -> Iterable[str]:
-    return (f"{size / _MIB:.3f}" for size in sizes)
+    return (f"{size / MIB:.3f}" for size in sizes)

@@ -18,12 +18,10 @@ from qgnn.compress.choice import Formats
 from qgnn.compress.policy import Rule, rule_of
 from qgnn.compress.report import Report, SavedTensor
 from qgnn.compress.saved import Coded, Codes, Kept, layout_of
-from qgnn.formats import Blocks
+from qgnn.formats import MAX_BLOCK_SIZE, Blocks
 from qgnn.functional.blocks import decompress, pack
 from qgnn.memory import peak_bytes
 from qgnn.rng import make_seed
-
-_MAX_BITS = 1 << 16  # that share two values
 
 
 @dataclass(slots=True)
@@ -38,6 +36,7 @@ class Op:
         ours: Whether it stands for a function of torch's, which would save something else.
         own_rule: What may become of what our code saves in that case.
         entries: The lines of the report that it made.
+        ready: What stands for the tensors that it saves, in order, where that is made already.
     """
 
     function: Any
@@ -47,6 +46,7 @@ class Op:
     ours: bool = False
     own_rule: Rule | None = None
     entries: list[SavedTensor] = field(default_factory=list)
+    ready: list[Coded] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -219,6 +219,8 @@ class Session:
         """What stands for a tensor that a function saves."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             op = self._op
+            if op.ready:
+                return op.ready.pop(0)
             if not has_storage(t) or self.lives_anyway(t):
                 return Kept(t, op.name)
             entry = self.enter(op, t)
@@ -273,6 +275,8 @@ class Session:
             return None
         if same_storage(t, rule.exact_argument(op.args, op.kwargs)) or _is_cast_leaf(_base(t)):
             return None
+        if rule.is_statistic(t, op.args, op.kwargs):
+            return None
         layout = layout_of(t)
         dense = layout.dense(t)
         recipe = self._recipe(dense, rule, op, entry)
@@ -290,6 +294,16 @@ class Session:
         else:
             entry.format = "shared"
         return Coded(t, codes, layout, dense.shape, op.name, is_exact)
+
+    def roundings(self, t: Tensor, op: Op, entry: SavedTensor, count: int) -> list[Coded]:
+        """So many codes of ``t``, each rounded on its own; none to keep it as it is."""
+        assert op.own_rule is not None
+        layout = layout_of(t)
+        dense = layout.dense(t)
+        blocks = self.format(dense, op.own_rule, entry)
+        if blocks is None:
+            return []
+        return [Coded(t, self.code(dense, blocks, entry), layout, dense.shape, op.name, False) for _ in range(count)]
 
     def _recipe(
         self, dense: Tensor, rule: Rule, op: Op, entry: SavedTensor
@@ -316,7 +330,7 @@ class Session:
 
     @staticmethod
     def _one_bit(values: Tensor, entry: SavedTensor) -> Codes:
-        block_size = min(_MAX_BITS, -(-values.numel() // 8) * 8 or 8)
+        block_size = min(MAX_BLOCK_SIZE, -(-values.numel() // 8) * 8 or 8)
         compressed = pack(values, Blocks(bits=1, block_size=block_size, metadata_dtype=torch.float32), None)
         entry.saved_bytes, entry.format = compressed.nbytes, "1 bit"
         return Codes(compressed, decompress)

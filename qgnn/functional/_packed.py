@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from qgnn import ops
-from qgnn.bins import best_block_size
 from qgnn.config import QConfig
 from qgnn.formats import Blocks
-from qgnn.functional.blocks import edges_of, pack
+from qgnn.functional.blocks import MANY, edges_of, pack, with_block_size
 from qgnn.qtensor import QTensor
 from qgnn.rng import make_seed
-
-_MANY = 1 << 30  # values of a large tensor
-
-
-@cache
-def _cached_block_size(bits: int, bins: str) -> int:
-    return best_block_size(bits, _MANY, bins)
-
-
-@torch.compiler.assume_constant_result  # an optimization in Python, which no one should trace
-def _usual_block_size(bits: int, bins: str) -> int:
-    return _cached_block_size(bits, bins)
 
 
 def packed_rows(x: Tensor, blocks: Blocks, seed: int | Tensor | None) -> ops.Packed:
@@ -34,8 +18,7 @@ def packed_rows(x: Tensor, blocks: Blocks, seed: int | Tensor | None) -> ops.Pac
 
     A length of blocks that is left open is that for large tensors: a compiler does not know the number of rows.
     """
-    if blocks.block_size is None:
-        blocks = replace(blocks, block_size=_usual_block_size(blocks.bits, blocks.bins))
+    blocks = with_block_size(blocks, MANY)
     seed = make_seed(seed, x.device)
     c = pack(x, blocks, seed)
     return ops.Packed(c.packed, c.low, c.step, edges_of(blocks, x.device), seed, blocks.bits, c.columns)

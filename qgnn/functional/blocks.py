@@ -18,6 +18,8 @@ from qgnn.functional._checks import check_float
 from qgnn.rng import make_seed
 from qgnn.weak_cache import lasting
 
+MANY = 1 << 30  # values of a large tensor
+
 
 def compress(
     x: Tensor,
@@ -44,7 +46,8 @@ def compress(
         x: Values; what is kept of them has no gradient.
         bits: Width of a code: 1, 2, 4 or 8.
         block_size: Values that share an offset and a step, in row-major order; ``None`` chooses a length for which the
-            metadata costs as much as it saves in variance (:func:`qgnn.bins.best_block_size`).
+            metadata costs as much as it saves in variance (:func:`qgnn.bins.best_block_size`); under torch.compile
+            that of a large tensor.
         bins: ``"uniform"``, or ``"optimal"``: bins that minimize the variance of normal values
             (:func:`qgnn.compress.optimal_bins`), for 2 and 4 bits.
         projection: Ratio F / R' of the projection, of the last dimension; ``None`` for none.
@@ -99,14 +102,18 @@ def with_block_size(blocks: Blocks, num_values: int) -> Blocks:
     """The format with the length of a block that it has for so many coded values."""
     if blocks.block_size is not None:
         return blocks
+    if torch.compiler.is_compiling():  # which may not know the number
+        num_values = MANY
     metadata_bits = 16 * blocks.metadata_dtype.itemsize
     return replace(blocks, block_size=_best_block_size(blocks.bits, num_values, blocks.bins, metadata_bits))
 
 
-@torch.compiler.assume_constant_result
-@lru_cache(maxsize=1024)
+_remembered_block_size = lru_cache(maxsize=1024)(best_block_size)
+
+
+@torch.compiler.assume_constant_result  # a compiler looks through the cache, and would trace the choice
 def _best_block_size(bits: int, num_values: int, bins: str, metadata_bits: int) -> int:
-    return best_block_size(bits, num_values, bins, metadata_bits)
+    return _remembered_block_size(bits, num_values, bins, metadata_bits)
 
 
 @cache

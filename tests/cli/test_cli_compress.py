@@ -12,12 +12,12 @@ from torch_geometric.data import Data
 from qgnn.cli import report
 from qgnn.cli.args import MODELS, build_parser
 from qgnn.cli.compression import NO_COMPRESSION, Compression, parse_compression
-from qgnn.cli.measure import MIB
 from qgnn.cli.model import dropped, make_model
 from qgnn.cli.precision import parse_precision
 from qgnn.cli.recipe import Recipe
 from qgnn.cli.run import inspect_step, loss, model_input, num_outputs, train_run
 from qgnn.formats import Blocks
+from qgnn.memory import MIB
 
 CPU = torch.device("cpu")
 NAMES = ("none", "int8", "int2-rp8-vm-g64")

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from qgnn import memory
-from qgnn.cli.measure import MIB, PeakMemory, SavedBytes, StepTimer
+from qgnn.cli.measure import PeakMemory, SavedBytes, StepTimer
+from qgnn.memory import MIB
 
 CPU = torch.device("cpu")
 

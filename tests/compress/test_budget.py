@@ -1,6 +1,8 @@
 """Widths under a budget: the allocation, what is measured for it, and when."""
 
 import itertools
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,12 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qgnn.compress import compress_activations
-from qgnn.compress.budget import Candidate, allocate, leaves_of
+from qgnn.compress import budget, compress_activations
+from qgnn.compress.budget import Candidate, allocate, gradients, leaves_of
 from qgnn.formats import BLOCK_BITS
-from qgnn.memory import STATUS
-
-MIB = 2**20
+from qgnn.memory import MIB, STATUS
 
 candidates = st.lists(
     st.tuples(st.floats(1e-6, 1e6), st.integers(1, 1000)).map(
@@ -202,3 +202,105 @@ def test_the_report_ends_with_the_peak_of_the_process() -> None:
     assert report.peak_bytes is not None
     assert report.peak_bytes > 2 * ballast.nbytes  # beside what torch itself takes
     assert f"{report.peak_bytes / MIB:.0f}" in str(report)
+
+
+def test_a_second_backward_pass_in_the_block_adds_to_the_first() -> None:
+    """Each of them alone would see nothing of the other's layer."""
+    model, x, y = problem()
+    both = compress_activations(2, budget_mib=0.016)
+    with both as report:
+        (100 * model.loud(x * 1.0)).square().mean().backward()
+        model.quiet(y * 1.0).square().mean().backward()
+    assert {t.format.split("-")[0] for t in report.by_tensor if t.op == "linear"} == {"int8"}
+    with both as report:
+        (100 * model.loud(x * 1.0)).square().mean().backward()
+        model.quiet(y * 1.0).square().mean().backward()
+    assert report.saved_bytes <= 0.016 * MIB
+    loud, quiet = (int(t.format.split("-")[0].removeprefix("int")) for t in report.by_tensor if t.op == "linear")
+    assert loud > quiet
+
+
+def test_a_backward_pass_of_a_kept_graph_adds_to_the_first() -> None:
+    model, x, y = problem()
+    compressor = compress_activations(2, budget_mib=0.016)
+    for _ in range(2):
+        with compressor as report:
+            loss = model(x, y)
+            loss.backward(retain_graph=True)
+            loss.backward()
+    widths = {name: int(fmt.split("-")[0].removeprefix("int")) for name, fmt in formats(report).items()}
+    assert 8 > widths["loud"] > widths["quiet"]
+
+
+def test_gradients_that_overflow_are_measured_again() -> None:
+    model, x, y = problem()
+    compressor = compress_activations(2, budget_mib=0.016)
+    seen = []
+    for scale in (math.inf, 1.0, 1.0):
+        with compressor as report:
+            (model(x, y) * scale).backward()
+        seen.append({f.split("-")[0] for f in formats(report).values()})
+    assert seen[:2] == [{"int8"}, {"int8"}]
+    assert seen[2] != {"int8"}
+
+
+def test_an_error_while_measuring_leaves_the_codes_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = problem()
+    _, expected = step(compress_activations(8, seed=1), model, x, y)
+    calls = itertools.count()
+
+    def failing(*args: Any) -> list[Tensor]:
+        if next(calls):
+            raise MemoryError
+        return gradients(*args)
+
+    monkeypatch.setattr(budget, "gradients", failing)
+    model.zero_grad()
+    with compress_activations(2, seed=1, budget_mib=1.0):
+        loss = model(x, y)
+        with pytest.raises(MemoryError):
+            loss.backward()
+        torch.autograd.backward(loss)  # as it is
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(p.grad, grad)
+
+
+def test_two_roundings_of_a_softmax_share_a_width_and_the_budget_holds_both() -> None:
+    torch.manual_seed(0)
+    w, x = torch.randn(64, 64, requires_grad=True), torch.randn(256, 64)
+    # 16,384 values of the softmax twice in 2 bits, those of the product in 4, and half a bit each for offset and step.
+    compressor = compress_activations(1, block_size=64, budget_mib=(2 * 16384 * 2.5 + 16384 * 4.5) / 8 / MIB)
+    for _ in range(2):
+        with compressor as report:
+            ((x * 1.0) @ w).softmax(-1).square().sum(-1).exp().sum().backward()
+    softmax = next(t for t in report.by_tensor if t.op == "softmax")
+    assert softmax.format.endswith("twice")
+    assert not softmax.format.startswith("int8")
+    assert report.saved_bytes <= compressor._budget._mib * MIB  # type: ignore[union-attr]
+
+
+def test_measured_block_sizes_are_within_the_budget() -> None:
+    model, x, y = problem()
+    x, y = x.square() * x, y.square() * y  # heavy tails want shorter blocks than normal values
+    compressor = compress_activations(2, "measured", budget_mib=0.011)
+    step(compressor, model, x, y)
+    report, _ = step(compressor, model, x, y)
+    assert report.saved_bytes <= 0.011 * MIB  # type: ignore[attr-defined]
+
+
+def test_codes_are_not_held_by_the_budget() -> None:
+    model, x, y = problem()
+    compressor = compress_activations(2, budget_mib=1.0)
+    with compressor:
+        loss = model(x, y)
+        assert compressor._budget is not None
+        codes = compressor._budget._codes
+        assert len(codes) == 3
+        loss.backward()
+        assert len(codes) == 0
+
+
+def test_a_budget_is_for_one_block_at_a_time() -> None:
+    compressor = compress_activations(2, budget_mib=1.0)
+    with compressor, pytest.raises(RuntimeError, match="expects to be left before it is entered again"), compressor:
+        pass

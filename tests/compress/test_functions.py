@@ -209,6 +209,18 @@ def test_functions_are_known_behind_those_that_pyg_puts_in_their_place() -> None
     assert torch._C._VariableFunctions.index_select in functions("index_select")
 
 
+@pytest.mark.parametrize(
+    "norm", [lambda x: F.layer_norm(x, [K]), lambda x: F.group_norm(x.flatten(0, 1), 4)], ids=["layer", "group"]
+)
+def test_means_and_deviations_of_norms_are_kept(norm: Callable[[Tensor], Tensor]) -> None:
+    """Theirs is no rounding error of one value, but one of a whole row; there are more than two of them here."""
+    with block(bits=2) as report:
+        norm(torch.randn(8, N, K, requires_grad=True) * 1)
+    values, *statistics = report.by_tensor
+    assert (values.shape[-1], values.format[:4]) == (K, "int2")
+    assert [t.format for t in statistics] == ["as it is"] * 2
+
+
 ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: getattr(F, name) for name in ("relu", "leaky_relu", "elu", "gelu", "silu", "mish", "softplus", "tanh")},
     "sigmoid": torch.sigmoid,

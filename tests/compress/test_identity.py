@@ -6,6 +6,7 @@ Codes have 8 bits and fp32 metadata: a decoded value is within one step, a 255th
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import qgnn
-from qgnn.compress import compress_activations
+from qgnn.compress import compress_activations, session
+from qgnn.compressed_tensor import CompressedTensor
+from qgnn.functional.blocks import pack
 
 N, K, M = 32, 16, 8
 
@@ -216,15 +219,17 @@ def test_change_in_place_of_the_base_of_what_was_saved_raises(is_coded: bool) ->
 
 
 @pytest.mark.parametrize("is_coded", [True, False])
-def test_change_in_place_of_a_saved_result_raises(is_coded: bool) -> None:
+@pytest.mark.parametrize("name", ["exp", "softmax"])
+def test_change_in_place_of_a_saved_result_raises(name: str, is_coded: bool) -> None:
     x = torch.randn(N, K, requires_grad=True)
     with block(exclude=() if is_coded else "*"):
-        y = (x * 1).exp()
+        y = (x * 1).exp() if name == "exp" else (x * 1).softmax(-1)
+        assert not y._is_view()
         z = y.detach()
         total = y.sum()
         del y  # nobody refers to the tensor that was saved any more
     z.add_(1)
-    with pytest.raises(RuntimeError, match="saved by 'exp', is at version 1; expected version 0"):
+    with pytest.raises(RuntimeError, match=f"saved by '{name}', is at version 1; expected version 0"):
         total.backward()
 
 
@@ -278,6 +283,29 @@ def test_the_block_itself_is_freed_without_the_garbage_collector() -> None:
         assert session() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("function", [F.relu, F.gelu, torch.exp, lambda t: t.softmax(-1), lambda t: t @ t.t()])
+def test_codes_are_freed_by_the_backward_pass_while_the_loss_lives(
+    function: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[CompressedTensor]] = []
+
+    def noted(*args: Any) -> CompressedTensor:
+        c = pack(*args)
+        made.append(weakref.ref(c))
+        return c
+
+    monkeypatch.setattr(session, "pack", noted)
+    x = torch.randn(N, K, requires_grad=True)
+    with block():
+        loss = (function(x * 1) * 2).sum()
+    loss.backward()
+    assert [c() for c in made] == [None] * len(made)
+    if function is not F.relu:  # its mask is made elsewhere
+        assert made
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
 
 
 def test_memory_of_what_is_coded_is_freed_in_the_forward_pass() -> None:

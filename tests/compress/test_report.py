@@ -12,8 +12,9 @@ from torch_geometric import nn as pyg
 
 import qgnn
 from graphs import GRAPHS
-from qgnn.cli.measure import MIB, SavedBytes
+from qgnn.cli.measure import SavedBytes
 from qgnn.compress import Report, SavedTensor, compress_activations
+from qgnn.memory import MIB
 
 EDGES, N = GRAPHS["random"]
 K, HIDDEN = 12, 16
