@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 import qgnn
-from qgnn.compress.context import _open_sessions
+from qgnn.compress.context import _open_recorders
 
 N, K = 48, 32
 INT8: dict[str, Any] = {"bits": 8, "block_size": 1024, "min_size": 1, "seed": 1}
@@ -46,7 +46,7 @@ def error(a: Tensor, b: Tensor) -> float:
 def nothing_is_open() -> bool:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     modes = torch._C._len_torch_function_stack()
-    return not (_open_sessions() or hooks or modes or _global_forward_hooks or _global_forward_pre_hooks)
+    return not (_open_recorders() or hooks or modes or _global_forward_hooks or _global_forward_pre_hooks)
 
 
 def ops(report: qgnn.compress.Report) -> list[str]:

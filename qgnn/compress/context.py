@@ -18,20 +18,20 @@ from qgnn.compress.choice import Excluded, Formats
 from qgnn.compress.functions import DROPOUTS, REPLACEMENTS, redrawn_dropout
 from qgnn.compress.modules import RunningModules
 from qgnn.compress.policy import argument
+from qgnn.compress.recorder import Recorder
 from qgnn.compress.report import Report
-from qgnn.compress.session import Session
 from qgnn.formats import Blocks
 from qgnn.rng import splitmix64
 
 _here = threading.local()
 
 
-def _open_sessions() -> list[Session]:
-    """The sessions of this thread, the innermost last."""
-    if not hasattr(_here, "sessions"):
-        _here.sessions = []
-    sessions: list[Session] = _here.sessions
-    return sessions
+def _open_recorders() -> list[Recorder]:
+    """The recorders of this thread, the innermost last."""
+    if not hasattr(_here, "recorders"):
+        _here.recorders = []
+    recorders: list[Recorder] = _here.recorders
+    return recorders
 
 
 @torch.compiler.disable(reason="'compress_activations' is entered outside of compiled functions")
@@ -43,11 +43,11 @@ def _refuse() -> None:
 
 
 class _Mode(TorchFunctionMode):
-    """Tells a session which function runs, and replaces some."""
+    """Tells a recorder which function runs, and replaces some."""
 
-    def __init__(self, session: Session, redraw_dropout: bool, budget: Budget | None) -> None:
+    def __init__(self, recorder: Recorder, redraw_dropout: bool, budget: Budget | None) -> None:
         super().__init__()
-        self._session, self._redraw_dropout, self._budget = session, redraw_dropout, budget
+        self._recorder, self._redraw_dropout, self._budget = recorder, redraw_dropout, budget
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -58,17 +58,17 @@ class _Mode(TorchFunctionMode):
             if not isinstance(value, torch.Tensor):
                 return value
         # Under torch.func, arguments stand for others, which are what is saved.
-        if not self._session.is_in_charge() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if not self._recorder.is_in_charge() or torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)
         if func is Tensor.backward and self._budget is not None and self._budget.measures:
             gradient = argument(args, kwargs, 1, "gradient")
-            self._budget.measure(self._session.seed, args[0], gradient)
+            self._budget.measure(self._recorder.seed, args[0], gradient)
         if torch.is_grad_enabled():
             replacement = redrawn_dropout if self._redraw_dropout and func in DROPOUTS else REPLACEMENTS.get(func)
-            result = None if replacement is None else replacement(self._session, func, args, kwargs)
+            result = None if replacement is None else replacement(self._recorder, func, args, kwargs)
             if result is not None:
                 return result
-        return self._session.run(func, args, kwargs)
+        return self._recorder.run(func, args, kwargs)
 
 
 class compress_activations(ContextDecorator):  # noqa: N801, a context manager, as torch.no_grad
@@ -84,9 +84,9 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
     - of ReLU, leaky ReLU, hardtanh and dropout a bit an element, which is exact, as are narrower integers of indices.
 
     Of batch, layer, group and instance norm the input is coded, which leaves a bias: the rounding's variance over the
-    number of values that a mean is of. Whatever else is saved (by extrema, functions of other packages, or layers of
-    ours, whose codes are small) is kept as it is, and so are parameters, constants from outside of the block, sparse
-    tensors and vectors. The report lists it.
+    number of values that a mean is of. Whatever else is saved (by extrema, functions of other packages, those that
+    torch composes in Python, as of multi-head attention, or layers of ours, whose codes are small) is kept as it is, and
+    so are parameters, constants from outside of the block, sparse tensors and vectors. The report lists it.
 
     After EXACT (Liu et al., ICLR 2022, ``block_rows`` = 1), its `block-wise successor
     <https://arxiv.org/abs/2309.11856>`_ (longer blocks, ``bins="optimal"``) and `GACT <https://arxiv.org/abs/2206.11357>`_.
@@ -199,26 +199,26 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
                 "'compress_activations' with a 'budget_mib' expects to be left before it is entered again, since it "
                 "measures one block at a time; nest another object"
             )
-        sessions, modules = _open_sessions(), RunningModules()
+        recorders, modules = _open_recorders(), RunningModules()
         chosen = (self._block_sizes, self._budget, self._block_rows)
         formats = Formats(self._blocks, self._exclude, modules.__contains__, *chosen)
-        session = Session(formats, self._seeds_of_block(), self._min_size, modules.name)
+        recorder = Recorder(formats, self._seeds_of_block(), self._min_size, modules.name)
         if self._budget is not None:
-            self._budget.begin(session.report)
+            self._budget.begin(recorder.report)
         with ExitStack() as stack:
-            sessions.append(session)
-            stack.callback(sessions.remove, session)
-            stack.callback(session.end)
-            modules.open(session.is_in_charge)
+            recorders.append(recorder)
+            stack.callback(recorders.remove, recorder)
+            stack.callback(recorder.end)
+            modules.open(recorder.is_in_charge)
             stack.callback(modules.close)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(session.pack, session.unpack))
-            stack.enter_context(_Mode(session, self._redraw_dropout, self._budget))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack))
+            stack.enter_context(_Mode(recorder, self._redraw_dropout, self._budget))
             self._open.append(stack.pop_all())
-        return session.report
+        return recorder.report
 
     def __exit__(self, kind: Any, *exception: Any) -> None:
         self._open.pop().close()
-        if self._seeds is None and not _open_sessions():
+        if self._seeds is None and not _open_recorders():
             torch.empty((), dtype=torch.int64, device="cpu").random_()  # the next block's seed is another one
         if self._budget is not None and kind is None:
             self._budget.end()
@@ -228,8 +228,8 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         draw next, without drawing it."""
         if self._seeds is not None:
             return self._seeds
-        if _open_sessions():
-            return itertools.count(splitmix64(next(_open_sessions()[-1].seeds)))
+        if _open_recorders():
+            return itertools.count(splitmix64(next(_open_recorders()[-1].seeds)))
         twin = torch.Generator("cpu")
         twin.set_state(torch.get_rng_state())
         return itertools.count(int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=twin)))

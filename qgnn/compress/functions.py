@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from qgnn.compress.policy import Call, Rule, argument, functions
+from qgnn.compress.recorder import Op, Recorder, has_columns, same_storage, tensors_in
 from qgnn.compress.saved import no_second_derivative
-from qgnn.compress.session import Op, Session, has_columns, same_storage, tensors_in
 from qgnn.functional.activation import activation
 
 # ``None`` leaves the call to torch.
-Replacement = Callable[[Session, Any, Call, dict[str, Any]], Tensor | None]
+Replacement = Callable[[Recorder, Any, Call, dict[str, Any]], Tensor | None]
 
 _CODED = Rule()
 _CODED_LOSS = Rule(bits=8)
@@ -72,41 +72,43 @@ def _one_bit(op: Op, x: Tensor, original_bytes: int) -> None:
     entry.shape, entry.dtype, entry.format, entry.original_bytes = tuple(x.shape), x.dtype, "1 bit", original_bytes
 
 
-def _relu(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
+def _relu(recorder: Recorder, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
     x = argument(args, kwargs, 0, "input")
-    if not session.takes(function, x) or _writes(args, kwargs) or not x.is_contiguous():
+    if not recorder.takes(function, x) or _writes(args, kwargs) or not x.is_contiguous():
         return None
-    with session.standing_for(function) as op:
+    with recorder.standing_for(function) as op:
         y = activation(x, "relu")
-        _one_bit(op, x, session.original_bytes(y))
+        _one_bit(op, x, recorder.original_bytes(y))
     return y
 
 
-def _leaky_relu(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
+def _leaky_relu(recorder: Recorder, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
     x, slope = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "negative_slope", 0.01)
-    if not session.takes(function, x) or _writes(args, kwargs) or not x.is_contiguous():
+    if not recorder.takes(function, x) or _writes(args, kwargs) or not x.is_contiguous():
         return None
-    with session.standing_for(function) as op:
+    with recorder.standing_for(function) as op:
         y = activation(x, "leaky_relu", negative_slope=slope)
-        _one_bit(op, x, session.original_bytes(x))
+        _one_bit(op, x, recorder.original_bytes(x))
     return y
 
 
-def _elementwise(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
+def _elementwise(recorder: Recorder, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
     if _writes(args, kwargs):
         return None
-    return _with_derivative(session, function, args, kwargs, _CODED)
+    return _with_derivative(recorder, function, args, kwargs, _CODED)
 
 
-def _loss(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
+def _loss(recorder: Recorder, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
     if any(t.requires_grad for t in tensors_in((*args[1:], *kwargs.values()))):
         return None
-    return _with_derivative(session, function, args, kwargs, _CODED_LOSS)
+    return _with_derivative(recorder, function, args, kwargs, _CODED_LOSS)
 
 
-def _with_derivative(session: Session, function: Any, args: Call, kwargs: dict[str, Any], rule: Rule) -> Tensor | None:
+def _with_derivative(
+    recorder: Recorder, function: Any, args: Call, kwargs: dict[str, Any], rule: Rule
+) -> Tensor | None:
     """The result, with codes of its derivative for the backward pass."""
-    if not args or not session.takes(function, args[0]) or not has_columns(args[0]):
+    if not args or not recorder.takes(function, args[0]) or not has_columns(args[0]):
         return None
     x, *rest = args
     saved: list[Tensor] = []
@@ -123,41 +125,41 @@ def _with_derivative(session: Session, function: Any, args: Call, kwargs: dict[s
         (derivative,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
     given = [x, *tensors_in((*rest, *kwargs.values()))]
     own = [t for t in saved if not any(same_storage(t, a) for a in given)]
-    if not own and session.lives_anyway(x):
+    if not own and recorder.lives_anyway(x):
         return None
-    original = sum(session.original_bytes(t, any(t is o for o in own)) for t in saved)
-    with session.standing_for(function, rule) as op:
+    original = sum(recorder.original_bytes(t, any(t is o for o in own)) for t in saved)
+    with recorder.standing_for(function, rule) as op:
         result: Tensor = _WithDerivative.apply(x, op.name, (y.detach(), derivative))
         op.entries[0].original_bytes = original
     return result
 
 
-def _softmax(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
+def _softmax(recorder: Recorder, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
     x, dim = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "dim")
-    if not session.takes(function, x) or not isinstance(dim, int) or not has_columns(x):
+    if not recorder.takes(function, x) or not isinstance(dim, int) or not has_columns(x):
         return None
-    with session.standing_for(function, _CODED) as op:
+    with recorder.standing_for(function, _CODED) as op:
         with torch.no_grad():
             y = function(*args, **kwargs)
-            entry = session.enter(op, y, session.original_bytes(y, is_result=True))
-            op.ready = session.roundings(y, op, entry, 2)
+            entry = recorder.enter(op, y, recorder.original_bytes(y, is_result=True))
+            op.ready = recorder.roundings(y, op, entry, 2)
         if op.ready:
             entry.format += " twice"
             return _Softmax.apply(x, dim, (y,))
-    session.report.by_tensor.remove(entry)
+    recorder.report.by_tensor.remove(entry)
     return None
 
 
-def redrawn_dropout(session: Session, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
+def redrawn_dropout(recorder: Recorder, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
     """Dropout that keeps nothing but a seed. It draws other masks than torch's."""
     x, probability = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "p", 0.5)
     training = argument(args, kwargs, 2, "training", function is torch.nn.functional.dropout)
     inplace = argument(args, kwargs, 3, "inplace", False)
-    if not session.takes(function, x) or not training or inplace or not probability:
+    if not recorder.takes(function, x) or not training or inplace or not probability:
         return None
     mask_bytes = x.numel() * (x.element_size() if x.device.type == "cpu" else 1)  # a factor, or a boolean
-    with session.standing_for(function) as op:
-        y = activation(x, None, probability, seed=session.seed(x.device))
+    with recorder.standing_for(function) as op:
+        y = activation(x, None, probability, seed=recorder.seed(x.device))
         op.entries[0].original_bytes = mask_bytes
     return y
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import qgnn
-from qgnn.compress import compress_activations, session
+from qgnn.compress import compress_activations, recorder
 from qgnn.compressed_tensor import CompressedTensor
 from qgnn.functional.blocks import pack
 
@@ -279,8 +279,8 @@ def test_the_block_itself_is_freed_without_the_garbage_collector() -> None:
         x = torch.randn(N, K, requires_grad=True)
         with block():
             F.gelu(nn.Linear(K, M)(x * 1))
-            session = weakref.ref(qgnn.compress.context._open_sessions()[-1])
-        assert session() is None
+            recorder = weakref.ref(qgnn.compress.context._open_recorders()[-1])
+        assert recorder() is None
     finally:
         gc.enable()
 
@@ -296,7 +296,7 @@ def test_codes_are_freed_by_the_backward_pass_while_the_loss_lives(
         made.append(weakref.ref(c))
         return c
 
-    monkeypatch.setattr(session, "pack", noted)
+    monkeypatch.setattr(recorder, "pack", noted)
     x = torch.randn(N, K, requires_grad=True)
     with block():
         loss = (function(x * 1) * 2).sum()

@@ -140,7 +140,7 @@ def index_dtype(index: Tensor, op: Op) -> torch.dtype | None:
     return None
 
 
-class Session:
+class Recorder:
     """State between entering and leaving a block, in one thread.
 
     Args:
