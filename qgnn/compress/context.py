@@ -85,8 +85,8 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
 
     Of batch, layer, group and instance norm the input is coded, which leaves a bias: the rounding's variance over the
     number of values that a mean is of. Whatever else is saved (by extrema, functions of other packages, those that
-    torch composes in Python, as of multi-head attention, or layers of ours, whose codes are small) is kept as it is, and
-    so are parameters, constants from outside of the block, sparse tensors and vectors. The report lists it.
+    torch composes in Python, as of multi-head attention, or layers of ours, whose codes are small) is kept as it is,
+    and so are parameters, constants from outside of the block, sparse tensors and vectors. The report lists it.
 
     After EXACT (Liu et al., ICLR 2022, ``block_rows`` = 1), its `block-wise successor
     <https://arxiv.org/abs/2309.11856>`_ (longer blocks, ``bins="optimal"``) and `GACT <https://arxiv.org/abs/2206.11357>`_.
