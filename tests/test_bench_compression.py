@@ -61,7 +61,7 @@ def test_the_gate_sees_a_forward_pass_or_a_gradient_that_is_off(problem: Any, mo
     (provider,) = (p for p in problem.providers() if p.name == name)
     assert harness.relative_error(provider.setup().check(), reference) <= provider.tolerance
     real = qgnn.functional.decompress
-    monkeypatch.setattr("qgnn.compress.session.decompress", lambda c: 0.5 * real(c))
+    monkeypatch.setattr("qgnn.compress.recorder.decompress", lambda c: 0.5 * real(c))
     assert harness.relative_error(provider.setup().check(), reference) > provider.tolerance
     with pytest.raises(ValueError, match="the forward pass is off by a relative"):
         sage.check_equal(torch.ones(3), torch.tensor([1.0, 1.0, 1.0 + 2**-23]))
