@@ -211,9 +211,8 @@ def best_block_size(
     whole, even where it is filled in part.
 
     Without ``variances`` the values are taken for independent normal ones of one variance
-    (:func:`predicted_variance`). With 2 bits and 32 of metadata that gives 256, which is also the best for measured
-    normal and ReLU-ed values. Heavier tails (Student's t of 3 degrees: 64) and many zeros (95 %: 32) want shorter
-    blocks, rows of different sizes their own length, and bounded values (uniform ones) the longest. Where that is to be
+    (:func:`predicted_variance`). With 2 bits and 32 of metadata that gives 256. Heavier tails and many zeros want
+    shorter blocks, rows of different sizes their own length, and bounded values the longest. Where that is to be
     expected, measure. For normal values the cost is flat: between 64 and 2048 it is within 0.15 bits a value.
 
     Args:

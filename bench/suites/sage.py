@@ -71,9 +71,12 @@ def along_tolerance(
 ) -> float:
     """Bound on the relative error along the exact gradient of the mean over seeds: 5 deviations.
 
-    Signs mixed into R' columns vary the component by at most 2 / R', as R R^T / R' has the mean of 1 and independent
-    elements of variance 1 / R' in either triangle. Roundings of different columns are independent, so that of their
-    relative variance at most 1 / F lies along one direction of F rows; mixing them back keeps that.
+    Of a row x whose part of the component is x d, mixing into R' columns varies it by at most 2 / R' |x|^2 |d|^2, as
+    R R^T / R' has the mean of 1 and independent elements of variance 1 / R' in either triangle. Rows have signs of
+    their own, so that these add up; 2 / R' of the whole is a bound as long as the parts do not cancel each other down
+    to the root of the sum of these squares, which for a first step on many rows they are far from. Roundings of
+    different columns are independent, so that of their relative variance at most 1 / F lies along one direction of F
+    rows; mixing them back keeps that.
     """
     columns = max(1, channels // (projection or 1))
     size = block_size or (block_rows or 0) * columns or best_block_size(bits, 1 << 20, bins)

@@ -59,8 +59,7 @@ class Formats:
         key = (*kind, self._seen[kind])
         self._seen[kind] += 1
         blocks = self._blocks if rule.projected else replace(self._blocks, projection=None)
-        # Bins that are made for normal values round others more coarsely than equal ones: what is behind a ReLU, by a
-        # quarter in long blocks.
+        # Bins that are made for normal values round others, as of what is behind a ReLU, more coarsely than equal ones.
         if blocks.projection is None and not rule.normal:
             blocks = replace(blocks, bins="uniform")
         if self._block_rows is not None:

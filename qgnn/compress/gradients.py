@@ -27,8 +27,8 @@ class GradientAccumulator:
     .. math:: E[S_t \mid S_{t-1}] = S_{t-1} + g_t .
 
     Each addition adds a variance of at most :math:`\Delta^2 / 4` to a value, where :math:`\Delta` is the range of its
-    block over :math:`2^b - 1`. With 8 bits that is far below the noise of mini-batches. With 4 bits each error is 17
-    times as large, which only gradients stand whose micro-batches differ as much.
+    block over :math:`2^b - 1`. With 4 bits each error is 17 times as large as with 8, which only gradients stand whose
+    micro-batches differ as much.
 
     Gradients of fewer than ``min_size`` values, of biases and norms, are summed exactly in fp32: codes would save next
     to nothing of the model's memory there, and the error of one value would reach a whole column.
