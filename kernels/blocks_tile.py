@@ -12,7 +12,7 @@ Oracle: qgnn.reference.blocks_pack, qgnn.reference.blocks_unpack
 
 import triton
 import triton.language as tl
-from qgnn.kernels.rounding import absmax_scale, counter_hash, hash_keys, pair_hash
+from qgnn.kernels.rounding import absmax_scale, counter_hash, hash_keys, pair_hash, stepped_hash
 
 _LOWEST = tl.constexpr(-(2**31))
 _HIGHEST = tl.constexpr(2**31 - 1)
@@ -191,13 +191,12 @@ def make_signs(
 @triton.jit
 def flip(x, seed, row, first_f, F: tl.constexpr, BLOCK: tl.constexpr):
     """A tile of values [N, BLOCK] of rows (int64 [N]) with each row's own signs. A hash makes 32 columns, which a tile
-    holds in whole or ``BLOCK`` of."""
-    WORDS: tl.constexpr = (F + 31) // 32
+    holds in whole or ``BLOCK`` of. Rows count in steps of a power of two of words, as those of ``pair_hash``."""
+    STEP: tl.constexpr = triton.next_power_of_2((F + 31) // 32)
     W: tl.constexpr = BLOCK // 32 if BLOCK > 32 else 1
     C: tl.constexpr = BLOCK // W
-    counter = (row * WORDS + (1 << 40) + first_f // 32)[:, None] + tl.arange(0, W)[None, :]
-    k0, k1 = hash_keys(seed, (counter >> 32).to(tl.uint32))
-    h = counter_hash(counter.to(tl.uint32), k0, k1)
+    word = first_f // 32 + tl.arange(0, W)
+    h = stepped_hash(seed, (row * STEP + (1 << 40))[:, None], word.to(tl.uint32)[None, :])
     shift = 31 - first_f % 32 - tl.arange(0, C)
     sign = ((h[:, :, None] << shift[None, None, :].to(tl.uint32)) & 0x80000000).reshape(x.shape)
     if x.dtype == tl.float32:

@@ -55,12 +55,18 @@ def counter_hash(low, k0, k1):
 
 
 @triton.jit
+def stepped_hash(seed, base, offset):
+    """32 random bits of the counters ``base + offset``, whose parts broadcast against each other: int64, and uint32
+    that never carries into the high word. The Weyl step is linear, so that the part of ``base`` is computed once."""
+    k0, k1 = hash_keys(seed, (base >> 32).to(tl.uint32))
+    return mix((base.to(tl.uint32) * _WEYL + k0) + offset * _WEYL, k1)
+
+
+@triton.jit
 def pair_hash(seed, row, pair, PAIRS: tl.constexpr):
     """32 random bits for pairs of columns (uint32) of rows (int64) that broadcast against them; ``PAIRS`` is the power
     of two of pairs that rows lie apart."""
-    base = row * PAIRS
-    k0, k1 = hash_keys(seed, (base >> 32).to(tl.uint32))
-    return mix((base.to(tl.uint32) * _WEYL + k0) + pair * _WEYL, k1)
+    return stepped_hash(seed, row * PAIRS, pair)
 
 
 @triton.jit
@@ -71,11 +77,8 @@ def random_bits16(seed, row, first_col, F: tl.constexpr, R: tl.constexpr, C: tl.
     odd one share a hash. Rows count in steps of a power of two of pairs, so a column never carries into the counter's
     high word."""
     PAIRS: tl.constexpr = triton.next_power_of_2(F) // 2 if F > 2 else 1
-    base = row * PAIRS
-    k0, k1 = hash_keys(seed, (base >> 32).to(tl.uint32))
-    row_part = base.to(tl.uint32) * _WEYL + k0  # the Weyl step is linear: its row part is computed once a row
     pair = (first_col // 2 + tl.arange(0, C // 2)).to(tl.uint32)
-    h = mix(row_part[:, None] + (pair * _WEYL)[None, :], k1[:, None])  # [R, C / 2]
+    h = stepped_hash(seed, (row * PAIRS)[:, None], pair[None, :])  # [R, C / 2]
     return tl.join(h & 0xFFFF, h >> 16).reshape(R, C).to(tl.int32)
 
 

@@ -26,7 +26,7 @@ def test_signs_of_rows_are_the_bits_of_the_hash_behind_those_of_the_matrix() -> 
     own = row_signs(4, 3, 70, seed, 5)
     for n in range(3):
         for f in range(70):
-            counter = (1 << 40) + (4 + n) * 3 + f // 32
+            counter = (1 << 40) + (4 + n) * 4 + f // 32  # three words, in steps of a power of two
             word = rng.counter_hash(torch.tensor([counter]), seed ^ rng.stream_key(5)).item()
             assert own[n, f] == (-1 if word >> (f % 32) & 1 else 1)
 

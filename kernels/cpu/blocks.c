@@ -221,11 +221,11 @@ enum { WORD = 32 };                         /* signs of a hash */
 typedef struct {
     uint64_t key;
     uint64_t first;  /* counter of the first word of row 0 */
-    int64_t words;   /* of a row */
+    int64_t words;   /* from a row to the next */
 } row_signs;
 
 INLINE row_signs make_row_signs(const int64_t *seed, int64_t stream_key, int64_t first_row, int64_t F) {
-    row_signs own = {(uint64_t)*seed ^ (uint64_t)stream_key, (uint64_t)1 << 40, (F + WORD - 1) / WORD};
+    row_signs own = {(uint64_t)*seed ^ (uint64_t)stream_key, (uint64_t)1 << 40, max_i64(1, 2 * pairs_per_row(F) / WORD)};
     own.first += (uint64_t)(first_row * own.words);
     return own;
 }

@@ -4,8 +4,9 @@ After GACT (`arXiv:2206.11357 <https://arxiv.org/abs/2206.11357>`_) and ActNN (`
 <https://arxiv.org/abs/2104.14129>`_). In a block that measures, all tensors are kept in 8 bits. Each of its backward
 passes runs once as it is, and once for each tensor with this one's values rounded anew to 2 bits: the squared distance
 of the two gradients of all leaves is the variance that 2 bits of it add. That of b bits is proportional to
-1 / (2**b - 1)**2, and variances of different tensors and backward passes add up. At the block's end widths are raised
-from 1 bit, each time where a byte saves the most.
+1 / (2**b - 1)**2, and variances of different tensors and backward passes add up. They count relative to the squared
+gradient, which shrinks in training and grows with the scale of a loss, so that blocks can be averaged. At the block's
+end widths are raised from 1 bit, each time where a byte saves the most.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Candidate(NamedTuple):
     """A tensor whose width is to be chosen.
 
     Args:
-        variance: What one bit of it adds to the gradient's variance.
+        variance: What one bit of it adds to the gradient's relative variance.
         num_bytes: Bytes in each width.
     """
 
@@ -100,11 +101,12 @@ class Budget:
 
     def _forget(self) -> None:
         """Of a block that measures: formats and bytes of each tensor in each width, the variance that one bit of it
-        adds, and the codes that some graph holds."""
+        adds, the squared gradient, and the codes that some graph holds."""
         self._report = Report()
         self._formats: dict[Key, dict[int, Blocks]] = {}
         self._num_bytes: dict[Key, dict[int, int]] = {}
         self._found: dict[Key, float] = {}
+        self._square = 0.0
         self._codes: WeakKeyDictionary[Codes, Key] = WeakKeyDictionary()
         self._coded_bytes, self._has_measured = 0, False
 
@@ -130,7 +132,7 @@ class Budget:
                     "block"
                 )
             # Scaled losses overflow at times: the next block measures again.
-            self._is_stale = not all(map(math.isfinite, self._found.values()))
+            self._is_stale = not all(map(math.isfinite, (self._square, *self._found.values())))
             if not self._is_stale:
                 self._choose_widths()
         self._forget()
@@ -164,6 +166,7 @@ class Budget:
         if not leaves or not codes_of:
             return
         exact = gradients(root, leaves, gradient)
+        self._square += sum(map(_square, exact))
         for key, several in codes_of.items():
             kept = [codes.kept for codes in several]
             try:
@@ -173,13 +176,14 @@ class Budget:
             finally:
                 for codes, original in zip(several, kept, strict=True):
                     codes.kept = original
-            distance = sum(float((a - b).abs().float().square().sum()) for a, b in zip(changed, exact, strict=True))
+            distance = sum(_square(a - b) for a, b in zip(changed, exact, strict=True))
             self._found[key] = self._found.get(key, 0.0) + distance * ((1 << _PROBE_BITS) - 1) ** 2
 
     def _choose_widths(self) -> None:
         candidates = {}
         for key, num_bytes in self._num_bytes.items():
-            variance = self._found.get(key, 0.0)  # none: no backward pass asked for it
+            # None: no backward pass asked for it.
+            variance = self._found.get(key, 0.0) / (self._square or 1.0)
             if key in self._variances:  # one sample each time: the mean of them, older ones for less
                 variance = (variance + self._variances[key]) / 2
             self._variances[key] = variance
@@ -194,6 +198,11 @@ class Budget:
                 f"what is coded, and {rest / MIB:.3f} MiB of masks and what is kept as it is (got {self._mib})"
             ) from None
         self._blocks_since = 1
+
+
+def _square(x: Tensor) -> float:
+    """The sum of squares, of complex numbers as well, in fp32."""
+    return float(x.abs().float().square().sum())
 
 
 def _num_bytes(kept: CompressedTensor, blocks: Blocks) -> int:

@@ -29,10 +29,12 @@ def projection_signs(num_columns: int, projection: int, seed: Tensor, stream: in
 
 def row_signs(first_row: int, num_rows: int, num_columns: int, seed: Tensor, stream: int) -> Tensor:
     """Signs of each row's own, fp32 ``[N, F]``: bit ``f % 32`` of the hash of counter
-    ``2**40 + n * ceil(F / 32) + f // 32`` makes element ``(n, f)`` -1."""
+    ``2**40 + n * W + f // 32`` makes element ``(n, f)`` -1. ``W`` is the power of two of words that holds a row, whose
+    columns so never carry into the counter's high word."""
     words = -(-num_columns // 32)
-    first = _ROW_COUNTERS + first_row * words
-    counter = torch.arange(first, first + num_rows * words, device=seed.device)
+    step = 1 << (words - 1).bit_length()
+    first = _ROW_COUNTERS + torch.arange(first_row, first_row + num_rows, device=seed.device)[:, None] * step
+    counter = (first + torch.arange(words, device=seed.device)).flatten()
     word = counter_hash(counter, seed ^ stream_key(stream)).view(num_rows, words, 1)
     bit = (word >> torch.arange(32, dtype=torch.int32, device=seed.device)) & 1
     return (1 - 2 * bit).flatten(1)[:, :num_columns].float()

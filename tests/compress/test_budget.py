@@ -97,6 +97,7 @@ def test_the_measured_variance_is_that_of_the_gradient() -> None:
     predicted = {key[1]: Candidate(v, {}).variance_of(2) for key, v in compressor._budget._variances.items()}
     model.zero_grad()
     model(x, y).backward()
+    square = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
     for name in ("loud", "quiet"):
         weight = getattr(model, name).weight
         exact, distances = weight.grad.clone(), []
@@ -105,11 +106,26 @@ def test_the_measured_variance_is_that_of_the_gradient() -> None:
             model.zero_grad()
             with only:
                 model(x, y).backward()
-            distances.append(float((weight.grad - exact).square().sum()))
+            distances.append(float((weight.grad - exact).square().sum()) / square)
         # Both are sums over 1024 elements of dW, whose errors are independent between its 64 columns: a relative
         # deviation of at most sqrt(2 / 64) = 0.18 of the one sample that was taken, and of the mean of 20 a quarter.
         mean = sum(distances) / len(distances)
         assert abs(predicted[name] / mean - 1) < 5 * (0.18 + 0.04)
+
+
+def test_the_scale_of_a_loss_does_not_count() -> None:
+    """As that of a gradient scaler, which changes between two measurements."""
+    model, x, y = problem()
+    variances = []
+    for scales in ((1.0, 1.0), (1.0, 1024.0), (2.0**-10, 1.0)):
+        compressor = compress_activations(8, budget_mib=1.0, reestimate_every=1, seed=3)
+        for scale in scales:
+            with compressor:
+                (model(x, y) * scale).backward()
+        assert compressor._budget is not None
+        variances.append(compressor._budget._variances)
+    assert variances[0] == variances[1] == variances[2]
+    assert all(variance > 0 for variance in variances[0].values())
 
 
 def test_blocks_in_between_do_not_measure() -> None:
