@@ -21,8 +21,11 @@ SWEEP_NOTE = (
     "counts an operand that is the data set's features, which we do not keep. Variance: squared distance of the "
     "gradient of all parameters from the exact one over its square, mean over seeds with its standard error."
 )
-STEP = ("provider", "kept MiB", "MB", "peak MiB", "ms", "gradient's variance")
-STEP_NOTE = "Each provider has a process of its own, one after another, so that times compare roughly."
+STEP = ("provider", "kept MiB", "MB", "peak MiB", "gradient's variance")
+STEP_NOTE = "Each provider has a process of its own, whose peak is that of the step beyond what it held before."
+PLAIN = "pyg csr fp32"
+TIMES = ("provider", "ms", "of plain PyG")
+TIMES_NOTE = f"The same step with all of these in turn in one process; plain is `{PLAIN}`."
 BLOCKS = (
     *("graph and model", "format", "variance at G8", "G128", "G2048", "G65536", "MiB at G8", "G65536"),
     *("G of least cost", "rule, normal values", "rule, measured"),
@@ -55,6 +58,12 @@ def _is_step(group: Sequence[Record]) -> bool:
     return group[0]["suite"] == "memory" and COMPRESSED in group[0]["case"]
 
 
+def _is_of(name: str, group: Sequence[Record]) -> bool:
+    """Whether a region shows a group of records."""
+    suite = group[0]["suite"]
+    return suite == name or (name == "compress" and (suite == "overhead" or _is_step(group)))
+
+
 def sweep_rows(groups: Groups) -> Iterator[Row]:
     for group in filter(_is_step, groups):
         for record in group:
@@ -69,12 +78,21 @@ def step_rows(groups: Groups) -> Iterator[Row]:
     for group in filter(_is_step, groups):
         for record in group:
             if not record["ok"]:
-                yield (record["provider"], "failed", "", "", "", "")
+                yield (record["provider"], "failed", "", "", "")
                 continue
             found = _measured(record)
             variance = _variance(found) if found else "" if "bf16" in record["provider"] else "0"
             sizes = f"{record['saved_mib']:.1f}", f"{record['saved_mib'] * 1.048576:.1f}", f"{record['peak_mib']:.0f}"
-            yield (record["provider"], *sizes, ms(record), variance)
+            yield (record["provider"], *sizes, variance)
+
+
+def time_rows(groups: Groups) -> Iterator[Row]:
+    for group in groups:
+        if group[0]["suite"] == "overhead":
+            timed = sorted((record for record in group if record["ok"]), key=lambda record: float(record["median_ms"]))
+            plain = next(float(record["median_ms"]) for record in timed if record["provider"] == PLAIN)
+            for record in timed:
+                yield (record["provider"], ms(record), f"{record['median_ms'] / plain:.2f}")
 
 
 def _blocks(groups: Groups) -> Iterator[tuple[str, str, int, dict[int, Record]]]:
@@ -142,7 +160,7 @@ def operand_rows(groups: Groups) -> Iterator[Row]:
 
 
 PARTS = {
-    "compress": ((SWEEP, sweep_rows, SWEEP_NOTE), (STEP, step_rows, STEP_NOTE)),
+    "compress": ((SWEEP, sweep_rows, SWEEP_NOTE), (STEP, step_rows, STEP_NOTE), (TIMES, time_rows, TIMES_NOTE)),
     "blocksize": (
         (BLOCKS, block_rows, BLOCKS_NOTE),
         (EQUAL, equal_rows, EQUAL_NOTE),
@@ -157,7 +175,7 @@ def region(results: Path, name: str) -> str:
     for machine, groups in machines(results).items():
         made = [(header, list(rows(groups)), note) for header, rows, note in PARTS[name]]
         tables = [f"{table(header, rows)}\n\n{note}" for header, rows, note in made if rows]
-        chosen = [g for g in groups if (_is_step(g) if name == "compress" else g[0]["suite"] == name)]
+        chosen = [group for group in groups if _is_of(name, group)]
         if tables:
             parts.append("\n\n".join((f"**{machine}**: {provenance(chosen)}", *tables)))
     return "\n\n".join(parts)

@@ -38,8 +38,8 @@ PAIRS = {
     ),
     "codes-in": (("onednn.qlinear int8", "torch fp32"), ("torch._int_mm int8", "torch fp32")),
 }
-# Without a speed-up: no work of ours, one a process, training, statistics, what the machine allows.
-APART = ("optimizer", "memory", "blocksize", "accuracy", "distribution", "device")
+# Without a speed-up: no work of ours, one a process, tables of its own, training, statistics, what the machine allows.
+APART = ("optimizer", "memory", "overhead", "blocksize", "accuracy", "distribution", "device")
 WHOLE = ("train", "layer", "attention")  # suites that README shows at once; the primitives fold
 COMPRESSED = "/sage/"  # in cases of the suite memory that have tables of their own
 OWN = ("layer",)  # suites with a region of their own

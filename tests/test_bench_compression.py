@@ -200,6 +200,9 @@ def test_tables_say_what_records_say(tmp_path: Path) -> None:
     ]
     path = tmp_path / "results" / "some-cpu"
     records.append(path / "memory.jsonl", step)
+    timed = [record("overhead", case, name, 0.0) for name in ("qgnn pyg csr int2", "pyg csr fp32")]
+    timed[0]["median_ms"] = 6.0
+    records.append(path / "overhead.jsonl", timed)
     how = {"variance_error": 0.1, "values": 1 << 20, "predicted_block": 128, "measured_block": 512}
     lengths = {8: (4.0, 4.0), 128: (2.0, 5.0), 2048: (1.9, 9.0)}
     for name, factor in (("int2-rp8", 1.0), ("int1", 0.125)):
@@ -214,7 +217,12 @@ def test_tables_say_what_records_say(tmp_path: Path) -> None:
     records.append(path / "blocksize.jsonl", [operand])
     found = dict(readme.regions(tmp_path / "results"))
     assert cells(found["compress"], "26.60") == [["4", "26.60", "25.00", "30.00", "7.5 ± 0.2"]]
-    assert cells(found["compress"], "pyg csr fp32") == [["pyg csr fp32", "900.0", "943.7", "100", "5", "0"]]
+    plain, times = cells(found["compress"], "| pyg csr fp32 |")
+    assert plain == ["pyg csr fp32", "900.0", "943.7", "100", "0"]
+    assert [times, *cells(found["compress"], "| qgnn pyg csr int2 |")] == [
+        ["pyg csr fp32", "5", "1.00"],
+        ["qgnn pyg csr int2", "6", "1.20"],
+    ]
     by_length = ["4", "5", "9", "", "4.00", "", "128", "128", "512"]
     assert cells(found["blocksize"], "| g/gcn | int2-rp8 |") == [["g/gcn", "int2-rp8", *by_length]]
     (line,) = cells(found["blocksize"], "| 0.5 | 8 |")

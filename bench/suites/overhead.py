@@ -1,0 +1,35 @@
+"""What compression of activations costs in time: a step of the GraphSAGE in :mod:`.sage`, as it is, under checkpoints
+and in codes, in turn in one process."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from ..harness import Case, Measured, Provider, UnavailableError, Work
+from . import sage
+from .inputs import Setting
+
+QUICK = ("pyg csr fp32", "qgnn pyg csr int2-rp8 rows1")
+TIMED = (
+    *QUICK,
+    *("pyg csr bf16", "pyg csr checkpoint fp32", "pyg csr save_on_cpu fp32"),
+    *(f"qgnn pyg csr {name}" for name in ("int8", "int2", "int2-rp8 rows64", "int2-rp8-vm", "int2-rp8-vm redrawn")),
+    *("qgnn pyg csr rp8 20 MB redrawn", "qgnn layers int8", "qgnn layers int8 keeping int2-rp8"),
+)
+
+
+def _times(setup: Callable[[], Work | Measured]) -> Work:
+    """The step alone: what it keeps is in the suite memory."""
+    work = setup()
+    if not isinstance(work, Work):
+        raise UnavailableError("it has a process of its own")
+    return replace(work, forward=None, kept=None, metrics=None)
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    problem = sage.Problem(setting)
+    names = QUICK if setting.quick else TIMED
+    providers = [
+        Provider(p.name, partial(_times, p.setup), p.tolerance) for p in problem.providers() if p.name in names
+    ]
+    yield Case(problem.name, "step", problem.exact, providers)
