@@ -336,11 +336,12 @@ def blocks_unpack(block_size: int, bits: int, itemsize: int) -> Config:
 
 
 def blocks_project(num_columns: int, projection: int) -> Config:
-    """Products by signs on tensor cores: 32 values of the matrix a thread and step, of which some are in flight."""
+    """Products by signs on tensor cores: 32 values of the matrix a thread and step, of which some are in flight; beside
+    32 sums 16, for which there are registers on every architecture."""
     block_r = _power_of_two(projection, 8, 64)
     return {
         "BLOCK_N": 64,
-        "BLOCK_K": _power_of_two(num_columns, 16, 64),
+        "BLOCK_K": _power_of_two(num_columns, 16, 64 if block_r < 64 else 32),
         "BLOCK_R": block_r,
         **_options(4, num_stages=3),
     }
