@@ -148,12 +148,13 @@ BUDGETS: dict[str, Budget] = {
     # Of each value of the matrix: cut in two (2), through shared memory to the tensor cores (2 to 3), its share of the
     # signs of all rows (3 for 64 rows of 16 columns: 0.75; of 64 columns: 3), its row's own sign (a 32nd of a hash, a
     # shift, two logical operations, and again through shared memory: 3 to 6, of which up to 1 multiplies), and of the
-    # packing of an eighth as many values (18.6 to 25.8; of 64 columns between edges 30.7 to 38.6).
+    # packing of an eighth as many values (18.6 to 25.5; of 64 columns between edges 31.0 to 38.2).
     r"_blocks_project_kernel .*projection64": Budget(36, 4.5, 0.2, on_sm_80=5),
     r"_blocks_project_kernel .*projection24": Budget(27.5, 2.7, 0),
     r"_blocks_project_kernel .*projection16": Budget(26, 2.7, 0.2),
-    # Of each output: its share of the signs and of the codes of its row, its own sign, its store (13.6 to 14.9; of 64
-    # columns 16.1 to 19.1). On sm_80 that sign takes ten, with 2 multiplications (20.9 to 26.4).
+    # Of each output: its share of the signs and of the codes of its row, its own sign, its store (13.6 to 15.0; of 64
+    # columns 16.1 to 19.1). On sm_80 a thread has two values of a word in each of its rows: a sign is half a hash, with
+    # 1.4 multiplications (19.0 to 26.2).
     r"_blocks_unproject_kernel .*projection64": Budget(21, 2.5, 0, on_sm_80=7.5),
     r"_blocks_unproject_kernel": Budget(16, 2.7, 0, on_sm_80=7.5),
 }
