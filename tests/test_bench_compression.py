@@ -213,6 +213,8 @@ def test_tables_say_what_records_say(tmp_path: Path) -> None:
             for size, (mib, variance) in lengths.items()
         ]
         records.append(path / "blocksize.jsonl", made)
+    row = record("blocksize", "g/gcn/int2-rp8", "qgnn rows1", 4.5, block_rows=1, variance=4.0, **how)
+    records.append(path / "blocksize.jsonl", [row])
     operand = record("blocksize", "g/gcn/operands/int2", "top-k bf16", 0.5, variance=0.0, bias=0.25)
     records.append(path / "blocksize.jsonl", [operand])
     found = dict(readme.regions(tmp_path / "results"))
@@ -225,8 +227,8 @@ def test_tables_say_what_records_say(tmp_path: Path) -> None:
     ]
     by_length = ["4", "5", "9", "", "4.00", "", "128", "128", "512"]
     assert cells(found["blocksize"], "| g/gcn | int2-rp8 |") == [["g/gcn", "int2-rp8", *by_length]]
-    (line,) = cells(found["blocksize"], "| 0.5 | 8 |")
-    assert line == ["g/gcn", "4.00", "4", "int1", "8", "4.00", "0.5", "8"]
+    (line,) = cells(found["blocksize"], "| 4.50 |")
+    assert line == ["g/gcn", "4.50", "4 ± 0.1", "int1", "8", "4.00", "0.5 ± 0.1", "8"]
     assert cells(found["blocksize"], "top-k") == [["g/gcn", "int2", "top-k bf16", "512.0", "0", "0.25", "5"]]
     assert "/sage/" not in summary.region(tmp_path / "results")
 

@@ -23,14 +23,11 @@ from torch_geometric.utils import k_hop_subgraph
 from qgnn import bins, compress_activations
 from qgnn.compress import Report
 from qgnn.functional import compress
-from qgnn.ops._backends import STREAM_PROJECTION
-from qgnn.reference.blocks import projection_signs
-from qgnn.rng import make_seed
 
 from ..clock import make_clock
 from ..harness import MIB, Case, Measured, Provider, UnavailableError, saved_bytes
 from . import accuracy, rivals
-from .inputs import Setting, graph_name
+from .inputs import Setting, graph_name, projected
 from .sage import along_tolerance, check_equal, flatten
 
 DATASETS = ("wordnet", *accuracy.DATASETS)  # the first one is embedded, the others are under --root
@@ -38,6 +35,7 @@ KINDS = ("gcn", "sage", "gat")
 NUM_ROOTS = 2000  # synsets of WordNet, which are taken with their neighbors
 NUM_STEPS = 5  # of training in front
 NUM_SEEDS, MANY_SEEDS = 4, 16  # of a block length's variance, and of what has to tell variance from bias
+NUM_REPEATS = 5  # of what draws nothing
 
 LENGTHS = (8, 32, 128, 512, 2048, 8192, 65536)
 FORMATS: dict[str, dict[str, Any]] = {
@@ -55,6 +53,7 @@ OPERANDS: dict[str, dict[str, Any]] = {
     "int1": {"bits": 1, "block_size": 64},
     "int2-rp8": {"bits": 2, "projection": 8},
 }
+EXACT, EXACT_ROWS = "int2-rp8", "qgnn rows1"  # the format of EXACT, and a block of a row
 FP32 = 1e-5  # of a forward pass that is repeated
 METADATA_BITS = 32  # an offset and a step in bf16
 
@@ -133,8 +132,10 @@ class Problem(accuracy.Problem):
         kept: Callable[[Any], float] | None = None,
         seeds: int = 1,
         forward: Callable[[], Tensor] | None = None,
+        warm: bool = False,
     ) -> Passes:
-        """Passes in a context of the seed; ``kept`` counts its MiB from what the context yields."""
+        """Passes in a context of the seed, after one that does not count if ``warm``; ``kept`` counts its MiB from what
+        the context yields."""
         clock, (model, edges) = make_clock(self.setting.device), self.trained
         forward = forward or partial(model, self.data.x, edges)
         leaves = [leaf for _, leaf in sorted(model.named_parameters())]
@@ -151,6 +152,10 @@ class Problem(accuracy.Problem):
             outs.append(out.detach())
             yielded.append(made)
 
+        if warm:
+            run(0)
+            for results in (grads, outs, yielded):
+                results.clear()
         times_ms = [clock.time(partial(run, seed)) for seed in range(seeds)]
         for out in outs:
             check_equal(out, outs[0])
@@ -160,13 +165,15 @@ class Problem(accuracy.Problem):
     def exact(self) -> Sequence[Tensor]:
         return [self.plain.out, self.plain.gradients[0]]
 
-    def compressed(self, how: dict[str, Any], kept: Callable[[Report], float], seeds: int) -> Passes:
+    def compressed(
+        self, how: dict[str, Any], kept: Callable[[Report], float], seeds: int, warm: bool = False
+    ) -> Passes:
         """Passes under the compressor.
 
         Raises:
             ValueError: If the forward pass is not the plain one.
         """
-        passes = self.passes(lambda seed: compress_activations(**how, seed=seed << 32), kept, seeds)
+        passes = self.passes(lambda seed: compress_activations(**how, seed=seed << 32), kept, seeds, warm=warm)
         check_equal(passes.out, self.plain.out)
         return passes
 
@@ -188,8 +195,7 @@ class Problem(accuracy.Problem):
         """Lengths that the rule chooses for the largest operand: for normal values, and for those that it has."""
         x = self.operand
         if projection is not None:
-            columns = x.shape[1] // projection
-            x = x @ projection_signs(x.shape[1], columns, make_seed(0, x.device), STREAM_PROJECTION) * columns**-0.5
+            x = projected(x, projection)
         optimal = {size: bins.optimal_bins(bits, size) if edges == "optimal" else None for size in LENGTHS}
         predicted = {size: bins.predicted_variance(bits, size, optimal[size]) for size in LENGTHS}
         measured = bins.measure_variances(x, bits, edges)
@@ -207,11 +213,11 @@ class Problem(accuracy.Problem):
         found = self.plain
         return Measured([found.out, found.gradients[0]], found.times_ms, None, found.saved_mib, metrics={})
 
-    def measure_blocks(self, how: dict[str, Any], block_size: int) -> Measured:
-        """All that the compressor codes, in blocks of one length."""
-        found = self.compressed({**how, "block_size": block_size}, lambda report: report.saved_bytes / MIB, NUM_SEEDS)
+    def measure_blocks(self, how: dict[str, Any], length: dict[str, Any]) -> Measured:
+        """All that the compressor codes, in blocks of one length, in values or rows."""
+        found = self.compressed({**how, **length}, lambda report: report.saved_bytes / MIB, NUM_SEEDS)
         exact = self.plain.gradients[0]
-        metrics = {"block_size": block_size, **found.metrics(exact), **self.chosen(*how.values())}
+        metrics = {**length, **found.metrics(exact), **self.chosen(*how.values())}
         return Measured([found.out, found.along(exact)], found.times_ms, None, found.saved_mib, metrics=metrics)
 
     def measure_operands(self, how: dict[str, Any]) -> Measured:
@@ -221,16 +227,22 @@ class Problem(accuracy.Problem):
             return sum(t.saved_bytes for t in report.by_tensor if t.op == "linear") / MIB
 
         how = {**how, "exclude": lambda entry: entry.op != "linear"}
-        return self._measured(self.compressed(how, kept, MANY_SEEDS))
+        return self._measured(self.compressed(how, kept, MANY_SEEDS, warm=True))
 
     def measure_rival(self, codec: Callable[[Tensor, float], rivals.Coded], how: dict[str, Any]) -> Measured:
         """The same operands as a rival keeps them, in as many bits as ``how`` takes."""
 
-        def coded(x: Tensor) -> rivals.Coded:
-            return codec(x, 8 * compress(x, **how).nbytes / x.numel())
+        @lru_cache
+        def bits_per_value(shape: torch.Size) -> float:  # the same for each operand of a shape
+            return 8 * compress(torch.zeros(shape), **how).nbytes / shape.numel()
 
-        found = self.passes(lambda _: rivals.operands_in(coded, self.data.x), lambda sizes: sum(sizes) / MIB)
-        return self._measured(found)
+        def coded(x: Tensor) -> rivals.Coded:
+            return codec(x, bits_per_value(x.shape))
+
+        def context(_: int) -> Any:
+            return rivals.operands_in(coded, self.data.x)
+
+        return self._measured(self.passes(context, lambda sizes: sum(sizes) / MIB, NUM_REPEATS, warm=True))
 
     def measure_checkpoint(self) -> Measured:
         """Nothing is kept, and the forward pass runs twice."""
@@ -239,12 +251,16 @@ class Problem(accuracy.Problem):
         def forward() -> Tensor:
             return checkpoint(model, self.data.x, edges, use_reentrant=False)
 
-        return self._measured(self.passes(lambda _: nullcontext(), lambda _: 0.0, forward=forward, seeds=2))
+        return self._measured(
+            self.passes(lambda _: nullcontext(), lambda _: 0.0, NUM_REPEATS, forward=forward, warm=True)
+        )
 
     def measure_offload(self) -> Measured:
         if not self.setting.is_cuda:
             raise UnavailableError("on a CPU there is no other memory to take what is kept to")
-        return self._measured(self.passes(lambda _: torch.autograd.graph.save_on_cpu(), lambda _: 0.0))
+        return self._measured(
+            self.passes(lambda _: torch.autograd.graph.save_on_cpu(), lambda _: 0.0, NUM_REPEATS, warm=True)
+        )
 
     def _measured(self, found: Passes) -> Measured:
         """The gate looks at the forward pass, as the gradient's error is what is measured."""
@@ -257,9 +273,12 @@ class Problem(accuracy.Problem):
         for name, how in FORMATS.items():
             bound = partial(along_tolerance, **how, channels=self.recipe.hidden, seeds=NUM_SEEDS)
             sizes = self.setting.shapes(*LENGTHS)
+            lengths: dict[str, dict[str, Any]] = {f"qgnn G{size}": {"block_size": size} for size in sizes}
+            if name == EXACT:
+                lengths[EXACT_ROWS] = {"block_rows": 1}
             providers = [
-                Provider(f"qgnn G{size}", partial(self.measure_blocks, how, size), bound(block_size=size))
-                for size in sizes
+                Provider(ours, partial(self.measure_blocks, how, length), bound(**length))
+                for ours, length in lengths.items()
             ]
             providers.append(Provider("pyg fp32", self.measure_plain, FP32))
             yield Case(f"{self.name}/{name}", "step", self.exact, providers)

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from qgnn import bins, ops
-from qgnn.ops._backends import STREAM_PROJECTION
-from qgnn.reference.blocks import projection_signs, row_signs
 from qgnn.rng import make_seed
 
 from ..clock import make_clock
 from ..harness import Case, Measured, Provider
 from . import accuracy
-from .inputs import Setting
+from .inputs import Setting, projected
 
 DATASETS = ("wordnet", *accuracy.DATASETS)  # the first one is embedded, the others are under --root
 # What a layer keeps for its backward pass: its input, by the layer's name. Input features are left out: they are
@@ -87,10 +85,7 @@ class Blocks:
         """Values in the order in which they are stored, whole blocks of them."""
         x = activations(self.problem.dataset, self.problem.kind, self.problem.setting)[self.tensor]
         if self.ratio > 1:
-            columns = x.shape[1] // self.ratio
-            seed = make_seed(0, x.device)
-            own = row_signs(0, x.shape[0], x.shape[1], seed, STREAM_PROJECTION)
-            x = (x * own) @ projection_signs(x.shape[1], columns, seed, STREAM_PROJECTION) * columns**-0.5
+            x = projected(x, self.ratio)
         return x.flatten()[: x.numel() // self.block_size * self.block_size]
 
     def edges(self) -> tuple[Tensor | None, Tensor]:

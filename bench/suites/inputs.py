@@ -15,6 +15,9 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 import qgnn
 from qgnn import QConfig
+from qgnn.ops._backends import STREAM_PROJECTION
+from qgnn.reference.blocks import projection_signs, row_signs
+from qgnn.rng import make_seed
 
 from ..harness import UnavailableError, Work
 
@@ -70,6 +73,13 @@ def num_rows(setting: Setting) -> int:
 def randn(*size: int, setting: Setting, seed: int) -> Tensor:
     generator = torch.Generator(setting.device).manual_seed(seed)
     return torch.randn(*size, generator=generator, device=setting.device)
+
+
+def projected(x: Tensor, ratio: int) -> Tensor:
+    """The random projection of a matrix whose blocks are packed: so many columns of it to one."""
+    seed, columns = make_seed(0, x.device), x.shape[1] // ratio
+    own = row_signs(0, x.shape[0], x.shape[1], seed, STREAM_PROJECTION)
+    return (x * own) @ projection_signs(x.shape[1], columns, seed, STREAM_PROJECTION) * columns**-0.5
 
 
 def csr_int32(matrix: Tensor) -> Tensor:

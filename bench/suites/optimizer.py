@@ -126,9 +126,10 @@ class Sums(accuracy.Problem):
         return [torch.autograd.grad(loss, weights, retain_graph=True) for loss in losses]
 
     def sums(self, dtype: torch.dtype) -> list[Tensor]:
-        totals = [grad.to(dtype) for grad in self.gradients[0]]
+        totals = [grad.to(dtype, copy=True) for grad in self.gradients[0]]
         for grads in self.gradients[1:]:
-            totals = [(total + grad).to(dtype) for total, grad in zip(totals, grads, strict=True)]
+            for total, grad in zip(totals, grads, strict=True):
+                total.add_(grad)
         return totals
 
     def plain(self, dtype: torch.dtype) -> Work:

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-_BF16_BITS, _INDEX_BITS = 16, 32
+_BF16_BITS = 16
+_RUN, _PLACE_BITS, _COUNT_BITS = 256, 8, 16  # a place within a run of values, and how many of it are kept
 
 
 class Coded(NamedTuple):
@@ -33,14 +34,16 @@ def bf16(x: Tensor, bits_per_value: float = _BF16_BITS) -> Coded:
 
 
 def top_k(x: Tensor, bits_per_value: float) -> Coded:
-    """The values of largest magnitude in bf16; for their places a bit a value, or an index each if that is less."""
+    """The values of largest magnitude in bf16; for their places a bit a value, or one within a run of 256 for each, of
+    which the number is kept, if that is less."""
     n = x.numel()
+    counts = -(-n // _RUN) * _COUNT_BITS
     by_bitmap = (bits_per_value - 1) * n / _BF16_BITS
-    by_index = bits_per_value * n / (_BF16_BITS + _INDEX_BITS)
-    k = max(1, int(max(by_bitmap, by_index)))
+    by_place = (bits_per_value * n - counts) / (_BF16_BITS + _PLACE_BITS)
+    k = max(1, int(max(by_bitmap, by_place)))
     place = x.abs().flatten().topk(k).indices.sort().values
     kept = x.flatten()[place].bfloat16()
-    bits = min(n, _INDEX_BITS * k) + _BF16_BITS * k
+    bits = min(n, counts + _PLACE_BITS * k) + _BF16_BITS * k
 
     def restore() -> Tensor:
         return torch.zeros(n, device=x.device).index_copy_(0, place, kept.float()).view(x.shape)
@@ -49,10 +52,11 @@ def top_k(x: Tensor, bits_per_value: float) -> Coded:
 
 
 def low_rank(x: Tensor, bits_per_value: float) -> Coded:
-    """A truncated SVD by a random range finder, both factors in bf16."""
+    """The truncated SVD, both factors in bf16: the columns are few, so that their products have exact eigenvectors."""
     rank = max(1, int(bits_per_value * x.numel() / (_BF16_BITS * sum(x.shape))))
-    u, s, v = torch.svd_lowrank(x.float(), q=min(rank, *x.shape))
-    left, right = (u * s).bfloat16(), v.bfloat16()
+    x = x.float()
+    vectors = torch.linalg.eigh(x.t() @ x).eigenvectors[:, -rank:]
+    left, right = (x @ vectors).bfloat16(), vectors.bfloat16()
     return Coded(left.nbytes + right.nbytes, lambda: left.float() @ right.float().t())
 
 

@@ -13,12 +13,12 @@ class Compression(NamedTuple):
     name: str = "none"
     blocks: Blocks | None = None
 
-    def context(self) -> contextlib.AbstractContextManager[Report | None]:
-        """What a training step runs in, again and again."""
+    def context(self, seed: int = 0) -> contextlib.AbstractContextManager[Report | None]:
+        """What a training step runs in, again and again; masks of dropout are the same with any compression."""
         if self.blocks is None:
             return contextlib.nullcontext()
         blocks = self.blocks
-        return compress_activations(blocks.bits, blocks.block_size, blocks.projection, blocks.bins)
+        return compress_activations(blocks.bits, blocks.block_size, blocks.projection, blocks.bins, seed)
 
 
 NO_COMPRESSION = Compression()

@@ -81,7 +81,7 @@ def train_run(
     model = make_model(model_name, data.x.shape[1], num_outputs(data.y), recipe, precision, compression).to(device)
     optimizer = torch.optim.Adam(parameter_groups(model, recipe.weight_decay), lr=recipe.lr)
     x = model_input(data.x, recipe, precision)
-    timer, compressed = StepTimer(device), compression.context()
+    timer, compressed = StepTimer(device), compression.context(seed)
     best_val_acc, test_acc = -1.0, 0.0
     for epoch in range(1, recipe.epochs + 1):
         model.train()

@@ -2,11 +2,11 @@
 
 After GACT (`arXiv:2206.11357 <https://arxiv.org/abs/2206.11357>`_) and ActNN (`arXiv:2104.14129
 <https://arxiv.org/abs/2104.14129>`_). In a block that measures, all tensors are kept in 8 bits. Each of its backward
-passes runs once as it is, and once for each tensor with this one's values rounded anew to 2 bits: the squared distance
-of the two gradients of all leaves is the variance that 2 bits of it add. That of b bits is proportional to
-1 / (2**b - 1)**2, and variances of different tensors and backward passes add up. They count relative to the squared
-gradient, which shrinks in training and grows with the scale of a loss, so that blocks can be averaged. At the block's
-end widths are raised from 1 bit, each time where a byte saves the most.
+passes runs once as it is, and once for each tensor with this one's values rounded anew to 2 bits, in the blocks that
+those would have: the squared distance of the two gradients of all leaves is the variance that 2 bits of it add. That of
+b bits is proportional to 1 / (2**b - 1)**2, and variances of different tensors and backward passes add up. They count
+relative to the squared gradient, which shrinks in training and grows with the scale of a loss, so that blocks can be
+averaged. At the block's end widths are raised from 1 bit, each time where a byte saves the most.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ class Budget:
             kept = [codes.kept for codes in several]
             try:
                 for codes in several:
-                    codes.kept = rounded_anew(codes.kept, _PROBE_BITS, seed(codes.kept.packed.device))
+                    device = codes.kept.packed.device
+                    codes.kept = rounded_anew(codes.kept, self._formats[key][_PROBE_BITS], seed(device))
                 changed = gradients(root, leaves, gradient)
             finally:
                 for codes, original in zip(several, kept, strict=True):
@@ -218,11 +219,11 @@ def with_bits(blocks: Blocks, bits: int) -> Blocks:
     return replace(blocks, bits=bits, bins=bins)
 
 
-def rounded_anew(c: CompressedTensor, bits: int, seed: Tensor) -> CompressedTensor:
-    """The same values, projected by the same signs, in codes of fewer bits."""
+def rounded_anew(c: CompressedTensor, blocks: Blocks, seed: Tensor) -> CompressedTensor:
+    """The same values, projected by the same signs, in codes of another format."""
     rows = c.shape if not c.columns else torch.Size((*c.shape[:-1], c.columns))
     values = decompress(replace(c, shape=rows, columns=0, projection_seed=None, dtype=torch.float32))
-    narrow = pack(values, Blocks(bits, metadata_dtype=c.blocks.metadata_dtype), seed)
+    narrow = pack(values, replace(blocks, projection=None), seed)
     return replace(narrow, shape=c.shape, columns=c.columns, projection_seed=c.projection_seed, dtype=c.dtype)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from qgnn.bins import best_block_size, block_sizes, measure_variances
@@ -53,8 +54,9 @@ class Formats:
     def choose(self, entry: SavedTensor, values: Tensor, rule: Rule) -> Blocks:
         """The format of one tensor."""
         self._adaptive = None
-        if rule.bits is not None:
-            return Blocks(rule.bits, metadata_dtype=self._blocks.metadata_dtype)
+        if rule.bits is not None:  # of losses, whose gradients are as small as fp16 has no numbers
+            dtype = self._blocks.metadata_dtype
+            return Blocks(rule.bits, metadata_dtype=torch.bfloat16 if dtype == torch.float16 else dtype)
         kind = (entry.op, entry.module)
         key = (*kind, self._seen[kind])
         self._seen[kind] += 1

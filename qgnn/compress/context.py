@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from qgnn.compress.budget import Budget, Key
+from qgnn.compress.budget import Budget, Key, with_bits
 from qgnn.compress.choice import Excluded, Formats
 from qgnn.compress.functions import DROPOUTS, REPLACEMENTS, redrawn_dropout
 from qgnn.compress.modules import RunningModules
 from qgnn.compress.policy import argument
 from qgnn.compress.recorder import Recorder
 from qgnn.compress.report import Report
-from qgnn.formats import Blocks
+from qgnn.formats import BLOCK_BITS, Blocks
 from qgnn.rng import splitmix64
 
 _here = threading.local()
@@ -80,7 +80,8 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
 
     - operands of dense products, whose columns may be projected besides, and of products of elements;
     - of functions of single elements (ELU, GELU, SiLU, sigmoid, tanh, ...) the derivative, in place of the argument;
-    - of losses with one result the gradient, in 8 bits; of softmax two roundings of its result;
+    - of losses with one result the gradient, in 8 bits (not of a loss in fp16, whose gradient would underflow before a
+      scaler multiplies it); of softmax two roundings of its result;
     - of ReLU, leaky ReLU, hardtanh and dropout a bit an element, which is exact, as are narrower integers of indices.
 
     Of batch, layer, group and instance norm the input is coded, which leaves a bias: the rounding's variance over the
@@ -96,7 +97,8 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
     What is saved stays as it is in functions that :func:`torch.compile` has compiled, which open no block either, under
     :func:`torch.vmap`, under :func:`torch.utils.checkpoint.checkpoint`, and under saved-tensor hooks that are set
     within the block. Layers of :mod:`qgnn.nn` compress there, too, with ``QConfig(save=...)``. A gradient of a gradient
-    is refused where it would go through codes.
+    is refused where it would go through codes. A write that autograd does not see, through ``.data``, between two uses
+    of a tensor goes unnoticed: both get the codes of the first.
 
     Args:
         bits: Width of a code: 1, 2, 4 or 8.
@@ -123,7 +125,9 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
             blocks, each ``backward()`` of a tensor inside the block runs once more and once for each coded tensor, to
             measure what its rounding does to the gradients of all leaves; these blocks keep 8 bits a value. After GACT
             and `ActNN <https://arxiv.org/abs/2104.14129>`_. The budget holds for tensors of the sizes that were
-            measured, larger batches take more. ``bits`` is the width of tensors that come up in between.
+            measured, larger batches take more. ``bits`` is the width of tensors that come up in between. Hooks of
+            tensors run in each of these backward passes, which re-entrant checkpoints refuse (``use_reentrant=False``
+            works).
         reestimate_every: Blocks from one measurement to the next.
 
     Raises:
@@ -156,6 +160,11 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         budget_mib: float | None = None,
         reestimate_every: int = 200,
     ) -> None:
+        counts = {"min_size": min_size, "reestimate_every": reestimate_every}
+        optional = {"seed": seed, "block_rows": block_rows}
+        for name, value in {**counts, **{k: v for k, v in optional.items() if v is not None}}.items():
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"'compress_activations' expects '{name}' to be an int (got {value!r})")
         if block_rows is not None and (block_size is not None or block_rows < 1):
             raise ValueError(
                 f"'compress_activations' expects 'block_rows' of at least 1, and no 'block_size' beside it (got "
@@ -170,24 +179,28 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
                 )
             block_size, self._block_sizes = None, {}
         self._blocks = Blocks(bits, block_size, projection, bins, metadata_dtype)
+        if budget_mib is not None and (isinstance(budget_mib, bool) or not isinstance(budget_mib, (int, float))):
+            raise TypeError(f"'compress_activations' expects 'budget_mib' to be a number or None (got {budget_mib!r})")
         if (budget_mib is not None and not budget_mib > 0) or reestimate_every < 1:
             raise ValueError(
                 f"'compress_activations' expects a positive 'budget_mib', and 'reestimate_every' of at least 1 block "
                 f"(got {budget_mib} and {reestimate_every})"
             )
-        self._budget = None if budget_mib is None else Budget(budget_mib, reestimate_every, bits)
-        for name, value in (("seed", 0 if seed is None else seed), ("min_size", min_size)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"'compress_activations' expects '{name}' to be an int (got {value!r})")
+        self._budget = None
+        if budget_mib is not None:
+            for width in BLOCK_BITS:  # a length that is whole bytes in one width may not be in another
+                with_bits(self._blocks, width)
+            self._budget = Budget(budget_mib, reestimate_every, bits)
         self._seeds = None if seed is None else itertools.count(splitmix64(seed))
         self._min_size, self._redraw_dropout = min_size, redraw_dropout
         if isinstance(exclude, (str, nn.Module)) or callable(exclude) or not isinstance(exclude, Iterable):
             exclude = (exclude,)
         self._exclude = tuple(exclude)
         for rule in self._exclude:
-            if not (isinstance(rule, (str, nn.Module)) or callable(rule)):
+            if isinstance(rule, type) or not (isinstance(rule, (str, nn.Module)) or callable(rule)):
                 raise TypeError(
-                    f"'compress_activations' expects 'exclude' to hold names, modules or predicates (got {rule!r})"
+                    f"'compress_activations' expects 'exclude' to hold names, modules or predicates (got {rule!r}); of "
+                    f"a class, give its modules"
                 )
         self._open: list[ExitStack] = []
 

@@ -2,8 +2,9 @@
 
 ReLU and leaky ReLU keep a bit an element. Of other functions of single elements the derivative is coded instead of the
 argument: the gradient is linear in it, so that it stays unbiased. So is that of a loss with one result in its gradient,
-of which 8 bits are kept, as all others are made of it. The gradient of softmax contains its result twice, and two
-independent roundings make it unbiased. Functions that write to their argument run as they are.
+of which 8 bits are kept, as all others are made of it; it is computed in the type of the loss, since half precision
+would lose it before a scaler multiplies. The gradient of softmax contains its result twice, and two independent
+roundings make it unbiased. Functions that write to their argument run as they are.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qgnn.activation import dropout_threshold
 from qgnn.compress.policy import Call, Rule, argument, functions
-from qgnn.compress.recorder import Op, Recorder, has_columns, same_storage, tensors_in
+from qgnn.compress.recorder import Op, Recorder, has_columns, name_of, same_storage, tensors_in
 from qgnn.compress.saved import no_second_derivative
 from qgnn.functional.activation import activation
 
@@ -32,7 +34,7 @@ class _WithDerivative(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, op: str, results: tuple[Tensor, Tensor]) -> Tensor:
         y, derivative = results
-        ctx.op = op
+        ctx.op, ctx.dtype = op, x.dtype
         ctx.save_for_backward(derivative)
         return y
 
@@ -40,7 +42,7 @@ class _WithDerivative(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         no_second_derivative(ctx.op)
         (derivative,) = ctx.saved_tensors
-        return grad * derivative, None, None
+        return (grad * derivative).to(ctx.dtype), None, None
 
 
 class _Softmax(torch.autograd.Function):
@@ -61,9 +63,17 @@ class _Softmax(torch.autograd.Function):
         return weighted.sub_(again.mul_(total)).to(ctx.dtype), None, None
 
 
-def _writes(args: Call, kwargs: dict[str, Any]) -> bool:
-    """Whether a function may write to its argument; all flags but those of dropout and activations are numbers."""
-    return kwargs.get("inplace", False) is True or any(a is True for a in args[1:]) or kwargs.get("out") is not None
+# Where a function of torch.nn.functional is told to write to its argument.
+_INPLACE = {
+    **dict.fromkeys(("relu", "selu", "silu", "mish", "hardswish", "hardsigmoid"), 1),
+    **dict.fromkeys(("elu", "celu", "leaky_relu"), 2),
+}
+
+
+def _writes(function: Any, args: Call, kwargs: dict[str, Any]) -> bool:
+    """Whether a function writes to one of its arguments."""
+    position = _INPLACE.get(name_of(function), len(args))
+    return bool(argument(args, kwargs, position, "inplace")) or kwargs.get("out") is not None
 
 
 def _one_bit(op: Op, x: Tensor, original_bytes: int) -> None:
@@ -74,7 +84,7 @@ def _one_bit(op: Op, x: Tensor, original_bytes: int) -> None:
 
 def _relu(recorder: Recorder, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
     x = argument(args, kwargs, 0, "input")
-    if not recorder.takes(function, x) or _writes(args, kwargs) or not x.is_contiguous():
+    if not recorder.takes(function, x) or _writes(function, args, kwargs) or not x.is_contiguous():
         return None
     with recorder.standing_for(function) as op:
         y = activation(x, "relu")
@@ -84,7 +94,7 @@ def _relu(recorder: Recorder, function: Any, args: Call, kwargs: dict[str, Any])
 
 def _leaky_relu(recorder: Recorder, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
     x, slope = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "negative_slope", 0.01)
-    if not recorder.takes(function, x) or _writes(args, kwargs) or not x.is_contiguous():
+    if not recorder.takes(function, x) or _writes(function, args, kwargs) or not x.is_contiguous():
         return None
     with recorder.standing_for(function) as op:
         y = activation(x, "leaky_relu", negative_slope=slope)
@@ -92,14 +102,19 @@ def _leaky_relu(recorder: Recorder, function: Any, args: Call, kwargs: dict[str,
     return y
 
 
+def _without_input(args: Call, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments but the first argument, which may be among them."""
+    return kwargs if args else {name: value for name, value in kwargs.items() if name != "input"}
+
+
 def _elementwise(recorder: Recorder, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
-    if _writes(args, kwargs):
+    if _writes(function, args, kwargs):
         return None
     return _with_derivative(recorder, function, args, kwargs, _CODED)
 
 
 def _loss(recorder: Recorder, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
-    if any(t.requires_grad for t in tensors_in((*args[1:], *kwargs.values()))):
+    if any(t.requires_grad for t in tensors_in((*args[1:], *_without_input(args, kwargs).values()))):
         return None
     return _with_derivative(recorder, function, args, kwargs, _CODED_LOSS)
 
@@ -108,30 +123,41 @@ def _with_derivative(
     recorder: Recorder, function: Any, args: Call, kwargs: dict[str, Any], rule: Rule
 ) -> Tensor | None:
     """The result, with codes of its derivative for the backward pass."""
-    if not args or not recorder.takes(function, args[0]) or not has_columns(args[0]):
+    x, others = argument(args, kwargs, 0, "input"), _without_input(args, kwargs)
+    if not recorder.takes(function, x) or not has_columns(x):
         return None
-    x, *rest = args
+    rest = args[1:]
     saved: list[Tensor] = []
 
     def note(t: Tensor) -> Tensor:
         saved.append(x if same_storage(t, x) else t.detach())
         return t.detach()
 
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        leaf = x.detach().requires_grad_()
-        y = function(leaf, *rest, **kwargs)
+    def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        leaf = x.detach().to(dtype).requires_grad_()
+        return leaf, function(leaf, *rest, **others)
+
+    with torch.enable_grad():
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            leaf, y = run(x.dtype)
         if y.shape != (x.shape if rule is _CODED else ()):  # a loss for each row
             return None
+        result = y.detach()
+        if rule is _CODED_LOSS:
+            if y.dtype == torch.float16:
+                return None
+            if y.dtype != x.dtype and x.dtype.itemsize < 4:  # under autocast
+                leaf, y = run(y.dtype)
         (derivative,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
-    given = [x, *tensors_in((*rest, *kwargs.values()))]
+    given = [x, *tensors_in((*rest, *others.values()))]
     own = [t for t in saved if not any(same_storage(t, a) for a in given)]
     if not own and recorder.lives_anyway(x):
         return None
     original = sum(recorder.original_bytes(t, any(t is o for o in own)) for t in saved)
     with recorder.standing_for(function, rule) as op:
-        result: Tensor = _WithDerivative.apply(x, op.name, (y.detach(), derivative))
+        out: Tensor = _WithDerivative.apply(x, op.name, (result, derivative))
         op.entries[0].original_bytes = original
-    return result
+    return out
 
 
 def _softmax(recorder: Recorder, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
@@ -143,11 +169,9 @@ def _softmax(recorder: Recorder, function: Any, args: Call, kwargs: dict[str, An
             y = function(*args, **kwargs)
             entry = recorder.enter(op, y, recorder.original_bytes(y, is_result=True))
             op.ready = recorder.roundings(y, op, entry, 2)
-        if op.ready:
             entry.format += " twice"
-            return _Softmax.apply(x, dim, (y,))
-    recorder.report.by_tensor.remove(entry)
-    return None
+        result: Tensor = _Softmax.apply(x, dim, (y,))
+    return result
 
 
 def redrawn_dropout(recorder: Recorder, function: Any, args: Call, kwargs: dict[str, Any]) -> Tensor | None:
@@ -155,7 +179,7 @@ def redrawn_dropout(recorder: Recorder, function: Any, args: Call, kwargs: dict[
     x, probability = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "p", 0.5)
     training = argument(args, kwargs, 2, "training", function is torch.nn.functional.dropout)
     inplace = argument(args, kwargs, 3, "inplace", False)
-    if not recorder.takes(function, x) or not training or inplace or not probability:
+    if not recorder.takes(function, x) or not training or inplace or not dropout_threshold(probability):
         return None
     mask_bytes = x.numel() * (x.element_size() if x.device.type == "cpu" else 1)  # a factor, or a boolean
     with recorder.standing_for(function) as op:

@@ -205,7 +205,7 @@ class GradientAccumulator:
             state: As :meth:`state_dict` returns it; tensors are copied to the devices of the parameters.
 
         Raises:
-            ValueError: If the format differs, or it has sums of other parameters.
+            ValueError: If the format differs, or it has sums of other parameters or shapes.
         """
         if state["blocks"] != asdict(self.blocks):
             raise ValueError(
@@ -218,12 +218,18 @@ class GradientAccumulator:
         self._sums = {name: self._loaded(name, kept) for name, kept in state["sums"].items()}
 
     def _loaded(self, name: str, kept: dict[str, Any]) -> Tensor | CompressedTensor:
-        device = self._parameters[name].device
+        parameter = self._parameters[name]
+        shape, device = kept["sum"].shape if "sum" in kept else torch.Size(kept["shape"]), parameter.device
+        if shape != parameter.shape:
+            raise ValueError(
+                f"'GradientAccumulator' expects a sum of '{name}' of shape {list(parameter.shape)} (got "
+                f"{list(shape)}); load the state into an accumulator of the same model"
+            )
         if "sum" in kept:
             return kept["sum"].to(device, copy=True)
         packed, low, step = (kept[part].to(device, copy=True) for part in ("packed", "low", "step"))
         blocks = replace(self.blocks, block_size=packed.shape[1] * 8 // self.blocks.bits)
-        return CompressedTensor(packed, low, step, blocks, torch.Size(kept["shape"]), torch.float32)
+        return CompressedTensor(packed, low, step, blocks, shape, torch.float32)
 
     def __repr__(self) -> str:
         return f"GradientAccumulator({len(self._parameters)} parameters, {self.blocks}, {self.nbytes} bytes)"

@@ -79,6 +79,10 @@ def _positive(saved: Tensor, args: Call, kwargs: dict[str, Any]) -> Tensor:
     return torch.where(saved > 0, 1.0, -1.0)
 
 
+def _passes(saved: Tensor, args: Call, kwargs: dict[str, Any]) -> Tensor:
+    return torch.where(saved <= 0, 0.0, 1.0)  # ReLU lets the gradient of NaN through, leaky ReLU does not
+
+
 def _range(args: Call, kwargs: dict[str, Any]) -> tuple[float, float]:
     return argument(args, kwargs, 1, "min_val", -1.0), argument(args, kwargs, 2, "max_val", 1.0)
 
@@ -130,7 +134,8 @@ RULES: dict[Any, Rule] = {
     ),
     **dict.fromkeys(functions("scatter_", "scatter_add_", "scatter_reduce_"), Rule(indices=True)),
     **dict.fromkeys(functions("index_add", "index_add_", "__getitem__", "embedding"), Rule(indices=True)),
-    **dict.fromkeys(functions("relu", "relu_", "leaky_relu", "leaky_relu_"), Rule(two_valued=_positive)),
+    **dict.fromkeys(functions("relu", "relu_"), Rule(two_valued=_passes)),
+    **dict.fromkeys(functions("leaky_relu", "leaky_relu_"), Rule(two_valued=_positive)),
     **dict.fromkeys(functions("hardtanh", "hardtanh_"), Rule(two_valued=_inside, applies=_is_bounded)),
     **dict.fromkeys(functions("relu6"), Rule(two_valued=_inside_6)),
     **dict.fromkeys(functions("dropout", "dropout_"), Rule(two_valued=_noise, applies=_fits_fp32)),

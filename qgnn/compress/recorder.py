@@ -116,12 +116,14 @@ def same_storage(a: Tensor, b: Any) -> bool:
 
 
 def tensors_in(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
-    """Tensors among arguments, and in the lists among them."""
+    """Tensors among arguments, in the lists among them, and those that one of a subclass is made of."""
     for a in arguments:
         if isinstance(a, Tensor):
             yield a
+            if hasattr(a, "__tensor_flatten__"):
+                yield from tensors_in(tuple(getattr(a, name) for name in a.__tensor_flatten__()[0]))
         elif isinstance(a, (tuple, list)):
-            yield from (t for t in a if isinstance(t, Tensor))
+            yield from tensors_in(tuple(t for t in a if isinstance(t, Tensor)))
 
 
 def name_of(function: Any) -> str:
@@ -286,7 +288,7 @@ class Recorder:
         is_exact = rule.indices or rule.two_valued is not None
         shares = rule.indices or (rule.multiplies and op.leads_to_leaves(t))
         # No other memory takes this identity: the account refers to it weakly.
-        place = (t.untyped_storage()._cdata, t.storage_offset(), layout.extent(t), t.dtype, t._version)
+        place = (t.untyped_storage()._cdata, t.storage_offset(), layout.extent(t), t.dtype, t.is_neg(), t._version)
         key = (*place, kind, 0 if shares else op.number)
         codes = self._codes.get(key)
         if codes is None:
@@ -296,13 +298,11 @@ class Recorder:
         return Coded(t, codes, layout, dense.shape, op.name, is_exact)
 
     def roundings(self, t: Tensor, op: Op, entry: SavedTensor, count: int) -> list[Coded]:
-        """So many codes of ``t``, each rounded on its own; none to keep it as it is."""
+        """So many codes of ``t``, which has columns, each rounded on its own."""
         assert op.own_rule is not None
         layout = layout_of(t)
         dense = layout.dense(t)
-        blocks = self.format(dense, op.own_rule, entry)
-        if blocks is None:
-            return []
+        blocks = self._formats.choose(entry, dense, op.own_rule)
         return [Coded(t, self.code(dense, blocks, entry), layout, dense.shape, op.name, False) for _ in range(count)]
 
     def _recipe(

@@ -20,7 +20,7 @@ class Layout(NamedTuple):
         for dim, (size, stride) in enumerate(zip(t.shape, t.stride(), strict=True)):
             if size > 1 and stride == 0:
                 t = t.narrow(dim, 0, 1)
-        return t.permute(self.order).contiguous()
+        return t.permute(self.order).contiguous().resolve_neg()
 
     def restore(self, dense: Tensor) -> Tensor:
         """The tensor that was saved, of the same strides."""

@@ -39,8 +39,8 @@ def compress(
     over seeds is ``x`` as well. The signs are a hash of the seed and never stored. Without :math:`S`, as in EXACT, the
     errors of all rows come from one matrix, and do not average out in a sum over rows, which the gradient of a weight
     is. A block with a value that is not finite, or larger than ``metadata_dtype`` holds, decodes to NaN, and no other
-    one does. After EXACT (Liu et al., ICLR 2022) and its block-wise successor (`arXiv:2309.11856
-    <https://arxiv.org/abs/2309.11856>`_).
+    one does; a value of fp16 may decode to infinity if it is within a step of its type's largest. After EXACT (Liu et
+    al., ICLR 2022) and its block-wise successor (`arXiv:2309.11856 <https://arxiv.org/abs/2309.11856>`_).
 
     Args:
         x: Values; what is kept of them has no gradient.

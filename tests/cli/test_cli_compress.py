@@ -145,6 +145,15 @@ def test_every_model_trains_compressed(tiny: Data, model_name: str, name: str) -
     assert 0 <= run.test_acc <= 1
 
 
+def test_masks_of_dropout_are_the_same_with_any_compression(tiny: Data) -> None:
+    states, recipe, fp32 = [], Recipe(hidden=32, epochs=2), parse_precision("fp32")
+    for name in ("none", "int8", "int2-rp8"):
+        train_run(tiny, recipe, fp32, 0, CPU, compression=parse_compression(name))
+        states.append(torch.get_rng_state())
+    assert torch.equal(states[0], states[1])
+    assert torch.equal(states[0], states[2])
+
+
 def test_compressed_training_learns(tiny: Data) -> None:
     """Seven unequal classes, the largest a quarter of the nodes."""
     data = tiny.clone()

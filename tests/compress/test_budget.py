@@ -113,6 +113,32 @@ def test_the_measured_variance_is_that_of_the_gradient() -> None:
         assert abs(predicted[name] / mean - 1) < 5 * (0.18 + 0.04)
 
 
+@pytest.mark.parametrize("how", [{"block_size": 8}, {"block_size": 65536}, {"block_rows": 1}])
+def test_the_measured_variance_is_that_of_the_blocks(how: dict[str, int]) -> None:
+    """Of values of which a few are large, long blocks add many times the variance of short ones."""
+    torch.manual_seed(0)
+    x, w = torch.randn(512, 64), torch.randn(64, 16, requires_grad=True)
+    x[::16] *= 31
+
+    def loss() -> Tensor:
+        return ((x * 1) @ w).sigmoid().sum()
+
+    compressor = compress_activations(8, budget_mib=1.0, seed=3, exclude="sigmoid", **how)
+    with compressor:
+        loss().backward()
+    assert compressor._budget is not None
+    (variance,) = compressor._budget._variances.values()
+    (exact,) = torch.autograd.grad(loss(), w)
+    distances = []
+    for seed in range(20):
+        with compress_activations(2, seed=seed, exclude="sigmoid", **how):
+            (grad,) = torch.autograd.grad(loss(), w)
+        distances.append(float((grad - exact).square().sum() / exact.square().sum()))
+    mean = sum(distances) / len(distances)
+    # As above, of 64 rows of dW with independent errors.
+    assert abs(Candidate(variance, {}).variance_of(2) / mean - 1) < 5 * (0.18 + 0.04)
+
+
 def test_the_scale_of_a_loss_does_not_count() -> None:
     """As that of a gradient scaler, which changes between two measurements."""
     model, x, y = problem()

@@ -7,6 +7,7 @@ single elements it is |g| s with the step of the derivative.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -198,6 +199,52 @@ def test_gradient_is_within_what_steps_can_do(name: str, case: Case) -> None:
         assert entries, f"nothing of {function} was coded"
         if case.kind not in ("exact",):
             assert any(float((a - b).abs().max()) > 0 for a, b in zip(coded, exact, strict=True))
+
+
+def test_a_scaled_loss_under_autocast_to_fp16_is_that_of_fp32() -> None:
+    """Its derivative, of 1 / N, is below what fp16 holds, and a scaler's factor above."""
+    torch.manual_seed(0)
+    x, y, w = torch.randn(60_000, 8), torch.randint(16, (60_000,)), torch.randn(8, 16, requires_grad=True)
+    (exact,) = torch.autograd.grad(F.cross_entropy(x @ w, y), w)
+    scale, errors = 65536.0, []
+    for compressor in (nullcontext(), block(bits=8)):
+        with torch.autocast("cpu", torch.float16), compressor as report:
+            loss = F.cross_entropy(x @ w, y)
+            (found,) = torch.autograd.grad(loss * scale, w)
+        errors.append(float((found / scale - exact).norm() / exact.norm()))
+    assert [t.op for t in report.by_tensor if t.format.startswith("int8")] == ["matmul", "cross_entropy"]
+    assert errors[1] < 2 * errors[0] < 0.05
+
+
+def test_a_loss_in_fp16_is_kept() -> None:
+    x, y = torch.randn(N, K, dtype=torch.float16, requires_grad=True), torch.randint(K, (N,))
+    (exact,) = torch.autograd.grad(F.cross_entropy(x * 1, y) * 1024, x)
+    with block() as report:
+        (found,) = torch.autograd.grad(F.cross_entropy(x * 1, y) * 1024, x)
+    assert torch.equal(found, exact)
+    assert {t.format for t in report.by_tensor} == {"as it is", "shared"}
+
+
+def test_a_flag_that_is_a_number_and_an_argument_by_name() -> None:
+    x = torch.randn(N, K, requires_grad=True)
+    with block() as report:
+        written = x * 1
+        assert F.elu(written, 1.0, 1) is written  # type: ignore[arg-type]
+        F.elu(x * 1, 1)
+        F.gelu(input=x * 1)
+        F.cross_entropy(input=x * 1, target=LABELS)
+    kept, *coded = [(t.op, t.format[:4]) for t in report.by_tensor]
+    assert kept == ("elu", "as i")
+    assert coded == [(name, "int8") for name in ("elu", "gelu", "cross_entropy")]
+
+
+def test_the_bit_of_nan_lets_a_gradient_through_as_torch_does() -> None:
+    x = torch.tensor([[float("nan"), -1.0, 0.0, 2.0]] * N, requires_grad=True)
+    for function in (F.relu, torch.relu_, F.leaky_relu, F.leaky_relu_):
+        with block():
+            (found,) = torch.autograd.grad(function(x * 1).sum(), x)
+        (exact,) = torch.autograd.grad(function(x * 1).sum(), x)
+        assert torch.equal(found, exact)
 
 
 def test_functions_are_known_behind_those_that_pyg_puts_in_their_place() -> None:

@@ -360,3 +360,11 @@ def test_a_state_of_another_format_or_model_is_refused() -> None:
     accumulator.accumulate()
     with pytest.raises(ValueError, match=r"sums of its parameters \(got \['bias'\]\)"):
         GradientAccumulator([net.bias], BLOCKS).load_state_dict(accumulator.state_dict())
+    net.weight.grad = torch.ones_like(net.weight)
+    accumulator.accumulate()
+    for name in ("weight", "bias"):  # codes, and a sum of few values
+        state = accumulator.state_dict()
+        state["sums"] = {name: state["sums"][name]}
+        changed = GradientAccumulator({name: torch.nn.Parameter(torch.ones(3))}.items(), BLOCKS)
+        with pytest.raises(ValueError, match=rf"a sum of '{name}' of shape \[3\] \(got \[.*\]\); load the state into"):
+            changed.load_state_dict(state)

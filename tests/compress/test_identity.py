@@ -90,6 +90,17 @@ def test_views_that_start_elsewhere_or_have_another_type_are_no_hit() -> None:
     assert (b.grad - x[N:].sum(0)[:, None]).abs().max() <= N * step(x) + 1e-4
 
 
+def test_a_view_that_is_negated_lazily_is_no_hit_and_has_its_sign() -> None:
+    x, (a, b) = torch.randn(N, K), (weight(), weight())
+    with block():
+        z = torch.complex(x * 1, x * 2)
+        imaginary, negated = z.imag, z.conj().imag
+        assert negated.is_neg()
+        ((negated @ a).sum() + (imaginary @ b).sum()).backward()
+    for w, sign in ((a, -2), (b, 2)):
+        assert (w.grad - sign * x.sum(0)[:, None]).abs().max() <= N * step(2 * x) + 1e-4
+
+
 def test_a_later_version_is_no_hit() -> None:
     a, x = weight(), torch.randn(N, K)
     with block() as report, torch.no_grad():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch_geometric import EdgeIndex
 from torch_geometric import nn as pyg
 
 from graphs import GRAPHS
@@ -291,3 +292,13 @@ def test_arguments_of_nonlinear_functions_must_not_be_coded(name: str, monkeypat
         monkeypatch.setitem(policy.RULES, function, Rule())
         monkeypatch.delitem(REPLACEMENTS, function, raising=False)
     assert deviation(gradient)[0].max() > 5
+
+
+def test_indices_from_outside_are_known_within_a_subclass() -> None:
+    conv, x, reports = pyg.SAGEConv(K, HIDDEN), torch.randn(N, K, requires_grad=True), []
+    for edges in (EDGES, EdgeIndex(EDGES, sparse_size=(N, N))):
+        with compress_activations(8, min_size=1) as report:
+            conv(x, edges).sum().backward()
+        reports.append([(t.op, t.format, t.original_bytes) for t in report.by_tensor])
+    assert reports[0] == reports[1]
+    assert "scatter_add" not in {op for op, _, _ in reports[0]}

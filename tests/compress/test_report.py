@@ -196,6 +196,8 @@ def test_redrawn_dropout_keeps_a_seed() -> None:
     assert torch.equal(x.grad, (y != 0) * 2.0)
     assert 0.4 < float((y != 0).float().mean()) < 0.6  # 5000 elements: 14 deviations
     assert [(t.op, t.original_bytes, t.saved_bytes) for t in report.by_tensor] == [("dropout", x.nbytes, 8)]
+    with compress_activations(min_size=1, redraw_dropout=True):
+        torch.testing.assert_close(F.dropout(x * 1, 2.0**-40), x)  # rarer than one number of 65,536: torch's
 
 
 def test_empty_tensors_scalars_and_values_that_are_not_finite() -> None:
@@ -247,6 +249,12 @@ def test_complex_values_are_kept() -> None:
         ({"metadata_dtype": torch.int8}, TypeError, "'metadata_dtype'"),
         ({"exclude": 3}, TypeError, "'exclude' to hold names, modules or predicates"),
         ({"exclude": ["linear", 3]}, TypeError, "'exclude' to hold names, modules or predicates"),
+        ({"exclude": nn.ReLU}, TypeError, "of a class, give its modules"),
+        ({"block_rows": 1.5}, TypeError, "'compress_activations' expects 'block_rows' to be an int"),
+        ({"block_rows": True}, TypeError, "'compress_activations' expects 'block_rows' to be an int"),
+        ({"reestimate_every": 2.5}, TypeError, "'compress_activations' expects 'reestimate_every' to be an int"),
+        ({"budget_mib": "64"}, TypeError, "'compress_activations' expects 'budget_mib' to be a number or None"),
+        ({"budget_mib": 1, "block_size": 12}, ValueError, "'block_size'"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
