@@ -1,11 +1,12 @@
 """README's tables of the compressor of activations, made of records: bytes, the gradient's variance, block lengths."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from .records import Record
-from .summary import COMPRESSED, machines, ms, provenance, table
+from .summary import COMPRESSED, folded, machines, ms, provenance, table
 
 Row = tuple[str, ...]
 
@@ -29,7 +30,10 @@ STEP_NOTE = (
 )
 PLAIN = "pyg csr fp32"
 TIMES = ("provider", "ms", "of plain PyG")
-TIMES_NOTE = f"The same step with all of these in turn in one process; plain is `{PLAIN}`."
+TIMES_NOTE = (
+    f"The same step with all of these in turn in one process; plain is `{PLAIN}`. A byte budget's step is one that "
+    "does not measure."
+)
 BLOCKS = (
     *("graph and model", "format", "variance at G8", "G128", "G2048", "G65536", "MiB at G8", "G65536"),
     *("G of least cost", "rule, normal values", "rule, measured"),
@@ -41,14 +45,21 @@ BLOCKS_NOTE = (
 EQUAL = ("graph and model", "EXACT's MiB", "variance", "least within them", "G", "MiB", "variance", "times less")
 EQUAL_NOTE = (
     "EXACT is INT2 with projection 8 in blocks of a row, with a row's own signs. Within its bytes, the format and the "
-    "length of the least variance of all above; standard errors are over seeds, and the least of many has some luck."
+    "length of the least variance of all that were measured. Standard errors are over seeds; the least of many has "
+    "some luck."
 )
-EXACT_CASE, EXACT_PROVIDER = "/int2-rp8", "qgnn rows1"
-OPERANDS = ("graph and model", "bytes of", "provider", "KiB", "variance", "bias", "ms")
+EXACT, EXACT_ROWS = "int2-rp8", "qgnn rows1"  # its format, and its provider of the suite blocksize
+RIVALS = ("top-k bf16", "low rank bf16", "storage bf16", "checkpoint fp32")
+OPERANDS = (
+    *("graph and model", "bytes of", "KiB", "qgnn: variance", "top-k: bias", "low rank: bias", "bf16: bias"),
+    *("qgnn ms", "top-k ms", "low rank ms", "bf16 ms", "checkpoint ms"),
+)
 OPERANDS_NOTE = (
-    "Operands of dense products alone, at equal bytes (but for bf16). Variance and bias: relative squares of the error "
-    "of the gradient of all parameters; a bias stays however many steps are averaged."
+    "Operands of dense products alone, of which top-k pruning and low rank keep as many bytes as our codes, bf16 16 "
+    "bits a value, and a checkpoint nothing. Variance and bias: relative squares of the error of the gradient of all "
+    "parameters. A bias stays however many steps are averaged. Times are of one provider after another."
 )
+SHOWN = ("int2", "int2-rp8")  # formats of which the long tables tell; records have more
 
 Groups = Sequence[Sequence[Record]]
 
@@ -97,10 +108,14 @@ def step_rows(groups: Groups) -> Iterator[Row]:
 def time_rows(groups: Groups) -> Iterator[Row]:
     for group in groups:
         if group[0]["suite"] == "overhead":
-            timed = sorted((record for record in group if record["ok"]), key=lambda record: float(record["median_ms"]))
-            plain = next(float(record["median_ms"]) for record in timed if record["provider"] == PLAIN)
-            for record in timed:
-                yield (record["provider"], ms(record), f"{record['median_ms'] / plain:.2f}")
+            found = {record["provider"]: float(record["median_ms"]) for record in group if record["ok"]}
+            plain = found.get(PLAIN)
+            for record in sorted(group, key=lambda record: found.get(record["provider"], float("inf"))):
+                if not record["ok"]:
+                    yield (record["provider"], "failed", "")
+                else:
+                    ratio = "" if plain is None else f"{record['median_ms'] / plain:.2f}"
+                    yield (record["provider"], ms(record), ratio)
 
 
 def _blocks(groups: Groups) -> Iterator[tuple[str, str, int, dict[int, Record]]]:
@@ -118,6 +133,8 @@ def block_rows(groups: Groups) -> Iterator[Row]:
     from qgnn.bins import best_block_size
 
     for name, format_, bits, found in _blocks(groups):
+        if format_ not in SHOWN:
+            continue
         variances = {size: record["metrics"]["variance"] for size, record in found.items()}
         first = next(iter(found.values()))["metrics"]
         bins = "optimal" if format_.endswith("vm") else "uniform"
@@ -133,10 +150,10 @@ def block_rows(groups: Groups) -> Iterator[Row]:
 def _exact(groups: Groups) -> dict[str, Record]:
     """The record of EXACT by graph and model."""
     return {
-        record["case"].removesuffix(EXACT_CASE): record
+        record["case"].removesuffix(f"/{EXACT}"): record
         for group in groups
         for record in group
-        if record["case"].endswith(EXACT_CASE) and record["provider"] == EXACT_PROVIDER and record["ok"]
+        if record["case"].endswith(f"/{EXACT}") and record["provider"] == EXACT_ROWS and record["ok"]
     }
 
 
@@ -161,38 +178,56 @@ def equal_rows(groups: Groups) -> Iterator[Row]:
 def operand_rows(groups: Groups) -> Iterator[Row]:
     for group in groups:
         name, _, format_ = group[0]["case"].partition("/operands/")
-        if group[0]["suite"] == "blocksize" and format_:
-            for record in (record for record in group if record["ok"]):
-                found = record["metrics"]
-                kib = f"{1024 * record['saved_mib']:.1f}"
-                yield (
-                    name,
-                    format_,
-                    record["provider"],
-                    kib,
-                    f"{found['variance']:.3g}",
-                    f"{found['bias']:.3g}",
-                    ms(record),
-                )
+        if group[0]["suite"] == "blocksize" and format_ in SHOWN:
+            found = {record["provider"]: record for record in group if record["ok"]}
+            ours = f"qgnn {format_}"
+            size = f"{1024 * found[ours]['saved_mib']:.0f}" if ours in found else ""
+            errors = [(ours, "variance"), *((rival, "bias") for rival in RIVALS[:-1])]
+            yield (
+                *(name, format_, size),
+                *(f"{found[who]['metrics'][what]:.2g}" if who in found else "failed" for who, what in errors),
+                *(ms(found[who]) if who in found else "failed" for who in (ours, *RIVALS)),
+            )
 
+
+class Part(NamedTuple):
+    """A table: its heading where it is folded, columns, rows of groups of records, and what is to be said about it."""
+
+    title: str
+    header: Row
+    rows: Callable[[Groups], Iterator[Row]]
+    note: str
+
+
+LONG = 16  # rows, beyond which a table is folded
 
 PARTS = {
-    "compress": ((SWEEP, sweep_rows, SWEEP_NOTE), (STEP, step_rows, STEP_NOTE), (TIMES, time_rows, TIMES_NOTE)),
+    "compress": (
+        Part("Bytes by rows of a block", SWEEP, sweep_rows, SWEEP_NOTE),
+        Part("Every provider: kept bytes, peak and the gradient's variance", STEP, step_rows, STEP_NOTE),
+        Part("Time of a step", TIMES, time_rows, TIMES_NOTE),
+    ),
     "blocksize": (
-        (BLOCKS, block_rows, BLOCKS_NOTE),
-        (EQUAL, equal_rows, EQUAL_NOTE),
-        (OPERANDS, operand_rows, OPERANDS_NOTE),
+        Part("EXACT's bytes, spent otherwise", EQUAL, equal_rows, EQUAL_NOTE),
+        Part("Variance and bytes by length of a block", BLOCKS, block_rows, BLOCKS_NOTE),
+        Part("Other ways to keep the operands of products", OPERANDS, operand_rows, OPERANDS_NOTE),
     ),
 }
+
+
+def _shown(part: Part, groups: Groups) -> str:
+    rows = list(part.rows(groups))
+    if not rows:
+        return ""
+    text = f"{table(part.header, rows)}\n\n{part.note}"
+    return folded(part.title, text) if len(rows) > LONG else text
 
 
 def region(results: Path, name: str) -> str:
     """The tables of one region, by machine; empty without records."""
     parts = []
     for machine, groups in machines(results).items():
-        made = [(header, list(rows(groups)), note) for header, rows, note in PARTS[name]]
-        tables = [f"{table(header, rows)}\n\n{note}" for header, rows, note in made if rows]
         chosen = [group for group in groups if _is_of(name, group)]
-        if tables:
+        if tables := [text for part in PARTS[name] if (text := _shown(part, groups))]:
             parts.append("\n\n".join((f"**{machine}**: {provenance(chosen)}", *tables)))
     return "\n\n".join(parts)

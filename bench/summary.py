@@ -201,7 +201,8 @@ def pairs(group: Sequence[Record]) -> Iterator[tuple[str, ...]]:
             yield (f"{first['suite']} {first['case']}", first["pass"], provider, ms(a), other, ms(b), factor)
 
 
-def _folded(title: str, *parts: str) -> str:
+def folded(title: str, *parts: str) -> str:
+    """What README shows on demand."""
     return "\n\n".join((f"<details><summary>{title}</summary>", *parts, "</details>"))
 
 
@@ -220,9 +221,9 @@ def region(results: Path) -> str:
             parts.append(table(MEMORY, memory))
         alone = [line for line in speed if line.suite not in WHOLE]
         if primitives := [_speed_row(line) for line in alone if line.pass_ != WARM]:
-            parts.append(_folded("The primitives one by one", table(SPEED, primitives)))
+            parts.append(folded("The primitives one by one", table(SPEED, primitives)))
         if constant := [_constant_row(line) for line in alone if line.pass_ == WARM]:
-            parts.append(_folded(CONSTANT_TITLE, CONSTANT_NOTE, table(CONSTANT, constant)))
+            parts.append(folded(CONSTANT_TITLE, CONSTANT_NOTE, table(CONSTANT, constant)))
         if compared := [row for group in groups for row in pairs(group)]:
-            parts.append(_folded(AGAINST_TITLE, AGAINST_NOTE, table(AGAINST, compared)))
+            parts.append(folded(AGAINST_TITLE, AGAINST_NOTE, table(AGAINST, compared)))
     return "\n\n".join(parts) if parts else "No records yet."

@@ -52,7 +52,7 @@ def top_k(x: Tensor, bits_per_value: float) -> Coded:
 
 
 def low_rank(x: Tensor, bits_per_value: float) -> Coded:
-    """The truncated SVD, both factors in bf16: the columns are few, so that their products have exact eigenvectors."""
+    """The truncated SVD, both factors in bf16. Columns are few: eigenvectors of x^T x are found directly."""
     rank = max(1, int(bits_per_value * x.numel() / (_BF16_BITS * sum(x.shape))))
     x = x.float()
     vectors = torch.linalg.eigh(x.t() @ x).eigenvectors[:, -rank:]
@@ -79,7 +79,8 @@ class _Products(TorchFunctionMode):
 def operands_in(codec: Codec, features: Tensor, min_size: int = 1024) -> Iterator[list[int]]:
     """Keep the operands of ``linear`` as a codec does; yields the bytes of each, as its format has them.
 
-    Parameters and the constant features are left alone: they are kept anyway.
+    Parameters and the constant features are left alone: they are kept anyway. A codec draws nothing from torch's
+    generator, or it would change the masks of dropout.
     """
     sizes: list[int] = []
     products = _Products()
@@ -91,8 +92,7 @@ def operands_in(codec: Codec, features: Tensor, min_size: int = 1024) -> Iterato
     def pack(t: Tensor) -> Any:
         if not products.running or t.numel() < min_size or is_kept_anyway(t):
             return t.detach()  # the tensor itself would keep its own graph alive
-        # What a codec draws must not change dropout's masks.
-        with torch.no_grad(), torch._C.DisableTorchFunction(), torch.random.fork_rng():
+        with torch.no_grad(), torch._C.DisableTorchFunction():
             coded = codec(t.detach())
         sizes.append(coded.num_bytes)
         return coded.restore

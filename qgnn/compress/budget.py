@@ -4,9 +4,10 @@ After GACT (`arXiv:2206.11357 <https://arxiv.org/abs/2206.11357>`_) and ActNN (`
 <https://arxiv.org/abs/2104.14129>`_). In a block that measures, all tensors are kept in 8 bits. Each of its backward
 passes runs once as it is, and once for each tensor with this one's values rounded anew to 2 bits, in the blocks that
 those would have: the squared distance of the two gradients of all leaves is the variance that 2 bits of it add. That of
-b bits is proportional to 1 / (2**b - 1)**2, and variances of different tensors and backward passes add up. They count
-relative to the squared gradient, which shrinks in training and grows with the scale of a loss, so that blocks can be
-averaged. At the block's end widths are raised from 1 bit, each time where a byte saves the most.
+b bits is proportional to 1 / (2**b - 1)**2 (about: blocks of other widths have other lengths), and variances of
+different tensors and backward passes add up. They count relative to the squared gradient, which shrinks in training and
+grows with the scale of a loss, so that blocks can be averaged. At the block's end widths are raised from 1 bit, each
+time where a byte saves the most.
 """
 
 from __future__ import annotations

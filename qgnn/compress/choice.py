@@ -54,7 +54,7 @@ class Formats:
     def choose(self, entry: SavedTensor, values: Tensor, rule: Rule) -> Blocks:
         """The format of one tensor."""
         self._adaptive = None
-        if rule.bits is not None:  # of losses, whose gradients are as small as fp16 has no numbers
+        if rule.bits is not None:  # of losses, whose gradients may lie below the smallest number of fp16
             dtype = self._blocks.metadata_dtype
             return Blocks(rule.bits, metadata_dtype=torch.bfloat16 if dtype == torch.float16 else dtype)
         kind = (entry.op, entry.module)

@@ -113,7 +113,7 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         seed: Seed of all rounding; a new object with the same one gives the same codes in the same order of functions,
             and goes on from there when it is entered again. ``None`` takes one from torch's generator, which is moved
             on at the end of the block: masks of the block's dropout stay what they would be without it.
-        metadata_dtype: Type of offsets and steps.
+        metadata_dtype: Type of offsets and steps (of losses bf16 in place of fp16).
         min_size: Tensors of fewer values are kept as they are.
         exclude: What torch keeps as it is: names of functions or modules (patterns with ``*``, as the report shows
             them), modules, predicates of the ``op``, ``module``, ``shape`` and ``dtype`` of a :class:`SavedTensor`, or
@@ -125,9 +125,9 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
             blocks, each ``backward()`` of a tensor inside the block runs once more and once for each coded tensor, to
             measure what its rounding does to the gradients of all leaves; these blocks keep 8 bits a value. After GACT
             and `ActNN <https://arxiv.org/abs/2104.14129>`_. The budget holds for tensors of the sizes that were
-            measured, larger batches take more. ``bits`` is the width of tensors that come up in between. Hooks of
-            tensors run in each of these backward passes, which re-entrant checkpoints refuse (``use_reentrant=False``
-            works).
+            measured, larger batches take more. ``bits`` is the width of tensors that come up in between. Measuring
+            calls :func:`torch.autograd.grad`, which runs the hooks of tensors each time, and which checkpoints with
+            ``use_reentrant=True`` do not support.
         reestimate_every: Blocks from one measurement to the next.
 
     Raises:
@@ -198,9 +198,10 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         self._exclude = tuple(exclude)
         for rule in self._exclude:
             if isinstance(rule, type) or not (isinstance(rule, (str, nn.Module)) or callable(rule)):
+                hint = "; give the modules of that class" if isinstance(rule, type) else ""
                 raise TypeError(
-                    f"'compress_activations' expects 'exclude' to hold names, modules or predicates (got {rule!r}); of "
-                    f"a class, give its modules"
+                    f"'compress_activations' expects 'exclude' to hold names, modules or predicates (got {rule!r})"
+                    f"{hint}"
                 )
         self._open: list[ExitStack] = []
 

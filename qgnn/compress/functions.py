@@ -10,6 +10,8 @@ roundings make it unbiased. Functions that write to their argument run as they a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from qgnn.activation import dropout_threshold
 from qgnn.compress.policy import Call, Rule, argument, functions
-from qgnn.compress.recorder import Op, Recorder, has_columns, name_of, same_storage, tensors_in
+from qgnn.compress.recorder import Op, Recorder, has_columns, same_storage, tensors_in
 from qgnn.compress.saved import no_second_derivative
 from qgnn.functional.activation import activation
 
@@ -63,17 +65,19 @@ class _Softmax(torch.autograd.Function):
         return weighted.sub_(again.mul_(total)).to(ctx.dtype), None, None
 
 
-# Where a function of torch.nn.functional is told to write to its argument.
-_INPLACE = {
-    **dict.fromkeys(("relu", "selu", "silu", "mish", "hardswish", "hardsigmoid"), 1),
-    **dict.fromkeys(("elu", "celu", "leaky_relu"), 2),
-}
+@cache
+def _names(function: Any) -> tuple[str, ...]:
+    """Names of a function's arguments; none of torch's own in C, which do not tell, and have no flag ``inplace``."""
+    try:
+        return tuple(signature(function).parameters)
+    except ValueError:
+        return ()
 
 
 def _writes(function: Any, args: Call, kwargs: dict[str, Any]) -> bool:
     """Whether a function writes to one of its arguments."""
-    position = _INPLACE.get(name_of(function), len(args))
-    return bool(argument(args, kwargs, position, "inplace")) or kwargs.get("out") is not None
+    flags = [value for name, value in zip(_names(function), args, strict=False) if name == "inplace"]
+    return any((*flags, kwargs.get("inplace"))) or kwargs.get("out") is not None
 
 
 def _one_bit(op: Op, x: Tensor, original_bytes: int) -> None:
@@ -147,7 +151,8 @@ def _with_derivative(
             if y.dtype == torch.float16:
                 return None
             if y.dtype != x.dtype and x.dtype.itemsize < 4:  # under autocast
-                leaf, y = run(y.dtype)
+                with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda t: t):
+                    leaf, y = run(y.dtype)
         (derivative,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
     given = [x, *tensors_in((*rest, *others.values()))]
     own = [t for t in saved if not any(same_storage(t, a) for a in given)]

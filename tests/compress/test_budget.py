@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -89,28 +91,45 @@ def test_what_matters_more_gets_more_bits_within_the_budget() -> None:
     assert widths["loud"] > widths["quiet"]
 
 
+MEASUREMENTS, SEEDS = 8, 20
+# A sum of squared errors of 64 rows or columns of dW that are independent deviates by at most sqrt(2 / 64) = 0.18 of
+# it, means of so many by less.
+DEVIATION = (2 / 64) ** 0.5 * (MEASUREMENTS**-0.5 + SEEDS**-0.5)
+
+
+def measured(loss: Callable[[], Tensor], **how: Any) -> dict[str, float]:
+    """The variance of codes of 2 bits by module, the mean of several measurements."""
+    found = Counter[str]()
+    for seed in range(MEASUREMENTS):
+        compressor = compress_activations(8, budget_mib=1.0, seed=seed, **how)
+        with compressor:
+            loss().backward()
+        assert compressor._budget is not None
+        for (_, module, _), variance in compressor._budget._variances.items():
+            found[module] += Candidate(variance, {}).variance_of(2) / MEASUREMENTS
+    return dict(found)
+
+
+def variance_of(loss: Callable[[], Tensor], weight: Tensor, square: float, **how: Any) -> float:
+    """The variance of the gradient of a weight, relative to a square."""
+    (exact,) = torch.autograd.grad(loss(), weight)
+    distances = []
+    for seed in range(SEEDS):
+        with compress_activations(2, seed=seed, **how):
+            (grad,) = torch.autograd.grad(loss(), weight)
+        distances.append(float((grad - exact).square().sum()) / square)
+    return sum(distances) / SEEDS
+
+
 def test_the_measured_variance_is_that_of_the_gradient() -> None:
     model, x, y = problem()
-    compressor = compress_activations(8, budget_mib=1.0, seed=3)
-    step(compressor, model, x, y)
-    assert compressor._budget is not None
-    predicted = {key[1]: Candidate(v, {}).variance_of(2) for key, v in compressor._budget._variances.items()}
-    model.zero_grad()
-    model(x, y).backward()
-    square = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
+    grads = torch.autograd.grad(model(x, y), list(model.parameters()))
+    square = sum(float(grad.square().sum()) for grad in grads)
+    found = measured(lambda: model(x, y))
     for name in ("loud", "quiet"):
         weight = getattr(model, name).weight
-        exact, distances = weight.grad.clone(), []
-        for seed in range(20):
-            only = compress_activations(2, seed=seed, exclude=lambda t, name=name: t.module != name)
-            model.zero_grad()
-            with only:
-                model(x, y).backward()
-            distances.append(float((weight.grad - exact).square().sum()) / square)
-        # Both are sums over 1024 elements of dW, whose errors are independent between its 64 columns: a relative
-        # deviation of at most sqrt(2 / 64) = 0.18 of the one sample that was taken, and of the mean of 20 a quarter.
-        mean = sum(distances) / len(distances)
-        assert abs(predicted[name] / mean - 1) < 5 * (0.18 + 0.04)
+        expected = variance_of(lambda: model(x, y), weight, square, exclude=lambda t, name=name: t.module != name)
+        assert abs(found[name] / expected - 1) < 5 * DEVIATION
 
 
 @pytest.mark.parametrize("how", [{"block_size": 8}, {"block_size": 65536}, {"block_rows": 1}])
@@ -123,20 +142,10 @@ def test_the_measured_variance_is_that_of_the_blocks(how: dict[str, int]) -> Non
     def loss() -> Tensor:
         return ((x * 1) @ w).sigmoid().sum()
 
-    compressor = compress_activations(8, budget_mib=1.0, seed=3, exclude="sigmoid", **how)
-    with compressor:
-        loss().backward()
-    assert compressor._budget is not None
-    (variance,) = compressor._budget._variances.values()
     (exact,) = torch.autograd.grad(loss(), w)
-    distances = []
-    for seed in range(20):
-        with compress_activations(2, seed=seed, exclude="sigmoid", **how):
-            (grad,) = torch.autograd.grad(loss(), w)
-        distances.append(float((grad - exact).square().sum() / exact.square().sum()))
-    mean = sum(distances) / len(distances)
-    # As above, of 64 rows of dW with independent errors.
-    assert abs(Candidate(variance, {}).variance_of(2) / mean - 1) < 5 * (0.18 + 0.04)
+    (found,) = measured(loss, exclude="sigmoid", **how).values()
+    expected = variance_of(loss, w, float(exact.square().sum()), exclude="sigmoid", **how)
+    assert abs(found / expected - 1) < 5 * DEVIATION
 
 
 def test_the_scale_of_a_loss_does_not_count() -> None:

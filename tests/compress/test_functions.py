@@ -212,7 +212,9 @@ def test_a_scaled_loss_under_autocast_to_fp16_is_that_of_fp32() -> None:
             loss = F.cross_entropy(x @ w, y)
             (found,) = torch.autograd.grad(loss * scale, w)
         errors.append(float((found / scale - exact).norm() / exact.norm()))
-    assert [t.op for t in report.by_tensor if t.format.startswith("int8")] == ["matmul", "cross_entropy"]
+    product, coded = report.by_tensor
+    assert (product.op, coded.op, coded.format[:4]) == ("matmul", "cross_entropy", "int8")
+    assert coded.original_bytes == 60_000 * 16 * 4 + 4  # logarithms in fp32, and their number
     assert errors[1] < 2 * errors[0] < 0.05
 
 

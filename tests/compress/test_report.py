@@ -249,7 +249,7 @@ def test_complex_values_are_kept() -> None:
         ({"metadata_dtype": torch.int8}, TypeError, "'metadata_dtype'"),
         ({"exclude": 3}, TypeError, "'exclude' to hold names, modules or predicates"),
         ({"exclude": ["linear", 3]}, TypeError, "'exclude' to hold names, modules or predicates"),
-        ({"exclude": nn.ReLU}, TypeError, "of a class, give its modules"),
+        ({"exclude": nn.ReLU}, TypeError, "; give the modules of that class"),
         ({"block_rows": 1.5}, TypeError, "'compress_activations' expects 'block_rows' to be an int"),
         ({"block_rows": True}, TypeError, "'compress_activations' expects 'block_rows' to be an int"),
         ({"reestimate_every": 2.5}, TypeError, "'compress_activations' expects 'reestimate_every' to be an int"),
