@@ -83,16 +83,22 @@ def projected(x: Tensor, ratio: int) -> Tensor:
 
 
 def csr_int32(matrix: Tensor) -> Tensor:
-    """CSR with int32 indices, as ours are."""
+    """CSR with int32 indices, as ours are. Where torch has to transpose it for a gradient, there may be 46,340 rows and
+    columns: it numbers places in int32 (2.13), and beyond that the gradient is wrong."""
     csr = matrix.to_sparse_csr()
     indices = csr.crow_indices().int(), csr.col_indices().int()
     return torch.sparse_csr_tensor(*indices, csr.values(), size=csr.shape)
 
 
-def adjacency(edge_index: Tensor, value: Tensor, num_nodes: int) -> Tensor:
-    """The matrix that sums the sources' rows, in CSR: rows = targets."""
+def adjacency_coo(edge_index: Tensor, value: Tensor, num_nodes: int) -> Tensor:
+    """The matrix that sums the sources' rows: rows = targets."""
     source, target = edge_index
-    return csr_int32(torch.sparse_coo_tensor(torch.stack([target, source]), value, (num_nodes, num_nodes)))
+    return torch.sparse_coo_tensor(torch.stack([target, source]), value, (num_nodes, num_nodes))
+
+
+def adjacency(edge_index: Tensor, value: Tensor, num_nodes: int) -> Tensor:
+    """The same in CSR."""
+    return csr_int32(adjacency_coo(edge_index, value, num_nodes))
 
 
 def gcn_adjacency(edge_index: Tensor, num_nodes: int, dtype: torch.dtype) -> Tensor:

@@ -28,12 +28,12 @@ from qgnn.memory import MIB
 
 from ..compression import PUBLISHED_MIB
 from ..harness import Provider, UnavailableError, Work, made
-from .inputs import INT8, Setting, adjacency, graph, graph_name
+from .inputs import INT8, Setting, adjacency_coo, graph, graph_name
 from .layer import BF16_COUNTS
 from .step import TOLERANCE, Context, Network, autocast_bf16, training_step
 
 CHANNELS, NUM_LAYERS, DROPOUT = 128, 3, 0.5
-NUM_SEEDS = 8  # of the gradient's variance
+NUM_SEEDS = 4  # of the gradient's variance
 QUICK_SEEDS, MANY = 3, 3  # of tiny shapes; times as many
 TRAINING_STEPS, TRAINING_RATE = 5, 0.01  # in front of what a budget measures
 
@@ -173,8 +173,10 @@ class Problem:
         return F.cross_entropy(out[self.mask].to(torch.promote_types(out.dtype, torch.float32)), self.y[self.mask])
 
     def csr(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """What PyG takes for edges as well; no edge of the graph is parallel to another."""
-        return adjacency(self.edge_index, torch.ones(self.edge_index.shape[1], dtype=dtype), self.num_nodes)
+        """What PyG takes for edges as well, with int64 indices, as it makes them: torch transposes it in each step. No
+        edge of the graph is parallel to another."""
+        ones = torch.ones(self.edge_index.shape[1], dtype=dtype, device=self.edge_index.device)
+        return adjacency_coo(self.edge_index, ones, self.num_nodes).to_sparse_csr()
 
     # ---- torch's ways
 
@@ -254,8 +256,8 @@ class Problem:
             how = {**how, "budget_mib": how["budget_mib"] * self.setting.scale}
         given, compressor = edges(), compress_activations(**how)
 
-        def make_model() -> GraphSAGE:
-            return self.model() if config is None else qgnn.quantize_(self.model(), config)
+        def make_model(fuse: bool = True) -> GraphSAGE:
+            return self.model() if config is None else qgnn.quantize_(self.model(), config, fuse=fuse)
 
         def context() -> compress_activations:
             return compressor
@@ -266,7 +268,8 @@ class Problem:
         forward = work.forward
         assert forward is not None
         redraws = bool(how.get("redraw_dropout"))
-        variance = Variance(self, make_model, compressor, given, config is None, redraws, seeds * self.num_seeds)
+        checked = partial(make_model, fuse=False)
+        variance = Variance(self, checked, compressor, given, config is None, redraws, seeds * self.num_seeds)
 
         def metrics() -> dict[str, float]:
             model = make_model()
@@ -291,10 +294,10 @@ class Problem:
     def layers(self, config: QConfig) -> Work:
         """Layers of ours alone."""
 
-        def make_model() -> GraphSAGE:
-            return qgnn.quantize_(self.model(), config)
+        def make_model(fuse: bool = True) -> GraphSAGE:
+            return qgnn.quantize_(self.model(), config, fuse=fuse)
 
-        variance = Variance(self, make_model, nullcontext(), self.edge_index, is_exact=False)
+        variance = Variance(self, partial(make_model, fuse=False), nullcontext(), self.edge_index, is_exact=False)
         return replace(self._step(self.edge_index, make_model), check=variance.check, metrics=variance.metrics)
 
     def providers(self) -> Iterator[Provider]:
@@ -325,7 +328,7 @@ class Variance:
 
     Args:
         problem: The step.
-        make_model: Makes the model.
+        make_model: Makes the model, whose dropout draws torch's masks: not within a layer of ours.
         context: Of the forward pass.
         edges: What PyG takes as edges.
         is_exact: Whether the forward pass is PyG's, bit for bit.
