@@ -18,6 +18,7 @@ blocksize = importlib.import_module("bench.suites.blocksize")
 compression = importlib.import_module("bench.compression")
 harness = importlib.import_module("bench.harness")
 inputs = importlib.import_module("bench.suites.inputs")
+masks = importlib.import_module("bench.suites.masks")
 provenance = importlib.import_module("qgnn.cli.provenance")
 readme = importlib.import_module("bench.readme")
 records = importlib.import_module("bench.records")
@@ -79,7 +80,7 @@ def test_the_variance_is_that_of_the_projection(problem: Any) -> None:
         num_seeds=12,
     )
     variance.check()
-    model, rows = sage.same_masks(problem.model()), []
+    model, rows = masks.same_masks(problem.model()), []
 
     def note(_: torch.nn.Module, args: Any, out: torch.Tensor) -> None:
         out.retain_grad()
@@ -105,12 +106,12 @@ def test_checkpoints_compute_the_same_and_keep_less(problem: Any) -> None:
 
 def test_masks_that_keep_too_many_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(200, 200)
-    masks = sage.Masks()
-    y = masks(x)
-    assert torch.equal(sage.Given(masks.kept)(x), y)
-    monkeypatch.setattr(sage.F, "dropout", lambda x, p: x)
+    drawn = masks.Masks()
+    y = drawn(x)
+    assert torch.equal(masks.Given(drawn.kept)(x), y)
+    monkeypatch.setattr(masks.F, "dropout", lambda x, p: x)
     with pytest.raises(ValueError, match=r"dropout keeps 1\.0000"):
-        masks(x)
+        drawn(x)
 
 
 def test_codecs_keep_as_much_as_they_may() -> None:

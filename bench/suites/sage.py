@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from statistics import fmean, stdev
 from typing import Any
 
@@ -30,9 +29,10 @@ from ..compression import PUBLISHED_MIB
 from ..harness import Provider, UnavailableError, Work, made
 from .inputs import INT8, Setting, adjacency_coo, graph, graph_name
 from .layer import BF16_COUNTS
+from .masks import DROPOUT, Fp32Masks, Given, Masks, same_masks
 from .step import TOLERANCE, Context, Network, autocast_bf16, training_step
 
-CHANNELS, NUM_LAYERS, DROPOUT = 128, 3, 0.5
+CHANNELS, NUM_LAYERS = 128, 3
 NUM_SEEDS = 4  # of the gradient's variance
 QUICK_SEEDS, MANY = 3, 3  # of tiny shapes; times as many
 TRAINING_STEPS, TRAINING_RATE = 5, 0.01  # in front of what a budget measures
@@ -100,54 +100,6 @@ class Checkpointed(GraphSAGE):
     def _layer(self, number: int, x: Tensor, edges: Any) -> Tensor:
         out = self.convs[number](x, edges)
         return out if number == self.num_layers - 1 else self.dropout(self.act(self.norms[number](out)))
-
-
-class Fp32Masks(torch.nn.Module):
-    """Dropout of any type with the masks that are drawn for fp32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * F.dropout(torch.ones_like(x, dtype=torch.float32), DROPOUT).to(x.dtype)
-
-
-class Masks(torch.nn.Module):
-    """Dropout that remembers whom it kept, for :class:`Given`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.dropout(x, DROPOUT)
-        self.kept.append(y != 0)  # wrong where ReLU is zero: its gradient is, too
-        alive = int((x != 0).sum())
-        share = int(self.kept[-1].sum()) / alive
-        if abs(share - 0.5) > 5 * 0.5 / math.sqrt(alive):
-            raise ValueError(f"dropout keeps {share:.4f}, not half of the values")
-        return y
-
-
-class Given(torch.nn.Module):
-    """Dropout with masks of one pass."""
-
-    def __init__(self, kept: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._kept = iter(kept)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * next(self._kept) * (1 / (1 - DROPOUT))
-
-
-def same_masks(model: GraphSAGE) -> GraphSAGE:
-    """Seed torch's generator in front of each dropout, so that its masks do not depend on who else draws."""
-    seeds = count(NUM_LAYERS)
-
-    def seed(number: int, *_: Any) -> None:
-        torch.manual_seed(number)
-
-    for number, norm in enumerate(model.norms):
-        norm.register_forward_pre_hook(partial(seed, number))
-    model.dropout.register_forward_hook(lambda *_: seed(next(seeds)))  # layers of ours draw theirs anew
-    return model
 
 
 class Problem:
