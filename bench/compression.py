@@ -1,7 +1,7 @@
 """README's tables of the compressor of activations, made of records: bytes, the gradient's variance, block lengths."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,10 +23,11 @@ SWEEP_NOTE = (
     "gradient of all parameters from the exact one over its square, mean over seeds with its standard error."
 )
 STEP = ("provider", "kept MiB", "MB", "peak MiB", "gradient's variance")
-STEP_NOTE = (
-    "Each provider has a process of its own, whose peak is that of its steps beyond what it held before. A byte budget "
-    "measures after a few steps of training, in a block that counts for the peak; its variance is, as all others, that "
-    "of the first step, which the widths were not made for."
+STEP_NOTE = "Each provider has a process of its own, whose peak is that of its steps beyond what it held before."
+BUDGET_NOTE = (
+    "Widths under a byte budget beside the published format of most bytes. A budget measures after a few steps of "
+    "training, in a block that counts for the peak; its variance is, as all others, that of the first step, which the "
+    "widths were not made for."
 )
 PLAIN = "pyg csr fp32"
 TIMES = ("provider", "ms", "of plain PyG")
@@ -74,13 +75,17 @@ def _measured(record: Record) -> dict[str, float]:
 
 
 def _is_step(group: Sequence[Record]) -> bool:
-    return group[0]["suite"] == "memory" and COMPRESSED in group[0]["case"]
+    return group[0]["suite"] == "memory" and COMPRESSED in group[0]["case"] and not _is_budget(group)
+
+
+def _is_budget(group: Sequence[Record]) -> bool:
+    return group[0]["suite"] == "memory" and group[0]["case"].endswith("/budget")
 
 
 def _is_of(name: str, group: Sequence[Record]) -> bool:
     """Whether a region shows a group of records."""
     suite = group[0]["suite"]
-    return suite == name or (name == "compress" and (suite == "overhead" or _is_step(group)))
+    return suite == name or (name == "compress" and (suite == "overhead" or _is_step(group) or _is_budget(group)))
 
 
 def sweep_rows(groups: Groups) -> Iterator[Row]:
@@ -94,7 +99,15 @@ def sweep_rows(groups: Groups) -> Iterator[Row]:
 
 
 def step_rows(groups: Groups) -> Iterator[Row]:
-    for group in filter(_is_step, groups):
+    return _provider_rows(filter(_is_step, groups))
+
+
+def budget_rows(groups: Groups) -> Iterator[Row]:
+    return _provider_rows(filter(_is_budget, groups))
+
+
+def _provider_rows(groups: Iterable[Sequence[Record]]) -> Iterator[Row]:
+    for group in groups:
         for record in group:
             if not record["ok"]:
                 yield (record["provider"], "failed", "", "", "")
@@ -205,6 +218,7 @@ PARTS = {
     "compress": (
         Part("Bytes by rows of a block", SWEEP, sweep_rows, SWEEP_NOTE),
         Part("Every provider: kept bytes, peak and the gradient's variance", STEP, step_rows, STEP_NOTE),
+        Part("Under a byte budget", STEP, budget_rows, BUDGET_NOTE),
         Part("Time of a step", TIMES, time_rows, TIMES_NOTE),
     ),
     "blocksize": (

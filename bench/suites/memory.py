@@ -39,6 +39,7 @@ class Problem(Protocol):
 PROBLEMS: dict[str, Callable[[Setting], Problem]] = {
     "gcn": partial(train.Problem, "arxiv"),
     "sage": sage.Problem,
+    "sage budget": sage.Budgets,
     **{kind: partial(layer.Problem, kind, "arxiv") for kind in layer.ATTENTION},
 }
 

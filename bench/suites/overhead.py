@@ -14,7 +14,7 @@ TIMED = (
     *QUICK,
     *("pyg csr bf16", "pyg csr checkpoint fp32", "pyg csr save_on_cpu fp32"),
     *(f"qgnn pyg csr {name}" for name in ("int8", "int2", "int2-rp8 rows64", "int2-rp8-vm", "int2-rp8-vm redrawn")),
-    *("qgnn pyg csr rp8 20 MB redrawn", "qgnn layers int8", "qgnn layers int8 keeping int2-rp8"),
+    *("qgnn pyg csr rp4 20 MB redrawn", "qgnn layers int8", "qgnn layers int8 keeping int2-rp8"),
 )
 
 
@@ -29,6 +29,8 @@ def cases(setting: Setting) -> Iterator[Case]:
     problem = sage.Problem(setting, num_seeds=1)  # whose gate takes the gate's time for that of a step
     names = QUICK if setting.quick else TIMED
     providers = [
-        Provider(p.name, partial(_timed, p.setup), p.tolerance) for p in problem.providers() if p.name in names
+        Provider(p.name, partial(_timed, p.setup), p.tolerance)
+        for p in (*problem.providers(), *problem.around_pyg("csr", problem.csr, sage.BUDGETS))
+        if p.name in names
     ]
     yield Case(problem.name, "step", problem.exact, providers)

@@ -88,11 +88,10 @@ class Budget:
     Args:
         mib: MiB to keep for a block's backward passes, all included.
         every: Blocks from one measurement to the next.
-        bits: Width of a tensor that has not been measured yet.
     """
 
-    def __init__(self, mib: float, every: int, bits: int) -> None:
-        self._mib, self._every, self._bits = mib, every, bits
+    def __init__(self, mib: float, every: int) -> None:
+        self._mib, self._every = mib, every
         self._widths: dict[Key, int] = {}
         self._variances: dict[Key, float] = {}
         self._blocks_since = 0
@@ -138,10 +137,10 @@ class Budget:
                 self._choose_widths()
         self._forget()
 
-    def choose(self, key: Key, in_width: Callable[[int], Blocks]) -> Blocks:
-        """The format of a tensor, which has one in each width."""
+    def choose(self, key: Key, in_width: Callable[[int], Blocks], bits: int) -> Blocks:
+        """The format of a tensor, which has one in each width, ``bits`` as long as it has not been measured."""
         if not self.measures:
-            return in_width(self._widths.get(key, self._bits))
+            return in_width(self._widths.get(key, bits))
         self._formats[key] = {bits: in_width(bits) for bits in BLOCK_BITS}
         return self._formats[key][_WIDEST]
 

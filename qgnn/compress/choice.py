@@ -54,12 +54,24 @@ class Formats:
     def choose(self, entry: SavedTensor, values: Tensor, rule: Rule) -> Blocks:
         """The format of one tensor."""
         self._adaptive = None
-        if rule.bits is not None:  # of losses, whose gradients may lie below the smallest number of fp16
-            dtype = self._blocks.metadata_dtype
-            return Blocks(rule.bits, metadata_dtype=torch.bfloat16 if dtype == torch.float16 else dtype)
         kind = (entry.op, entry.module)
         key = (*kind, self._seen[kind])
         self._seen[kind] += 1
+        blocks = self._usual(values, rule) if rule.bits is None else self._of_loss(rule.bits)
+        # A projection mixes values to normal ones.
+        measured = self._block_sizes if blocks.projection is None and rule.bits is None else None
+
+        def in_width(bits: int) -> Blocks:
+            narrow = with_bits(blocks, bits)
+            return narrow if measured is None else replace(narrow, block_size=_measured(measured, key, values, narrow))
+
+        if self._budget is None:
+            return in_width(blocks.bits)
+        self._adaptive = key
+        return self._budget.choose(key, in_width, blocks.bits)
+
+    def _usual(self, values: Tensor, rule: Rule) -> Blocks:
+        """The format before a width or a length is measured."""
         blocks = self._blocks if rule.projected else replace(self._blocks, projection=None)
         # Bins that are made for normal values round others, as of what is behind a ReLU, more coarsely than equal ones.
         if blocks.projection is None and not rule.normal:
@@ -69,16 +81,12 @@ class Formats:
             num_values = self._block_rows * (blocks.columns(columns) or columns)
             whole = -(-num_values // 8) * 8  # bytes in any width
             blocks = replace(blocks, block_size=min(whole, MAX_BLOCK_SIZE))
-        measured = self._block_sizes if blocks.projection is None else None  # a projection mixes values to normal ones
+        return blocks
 
-        def in_width(bits: int) -> Blocks:
-            narrow = with_bits(blocks, bits)
-            return narrow if measured is None else replace(narrow, block_size=_measured(measured, key, values, narrow))
-
-        if self._budget is None:
-            return in_width(blocks.bits)
-        self._adaptive = key
-        return self._budget.choose(key, in_width)
+    def _of_loss(self, bits: int) -> Blocks:
+        """That of a loss's gradient, which may lie below the smallest number of fp16."""
+        dtype = self._blocks.metadata_dtype
+        return Blocks(bits, metadata_dtype=torch.bfloat16 if dtype == torch.float16 else dtype)
 
     def made(self, codes: Codes) -> None:
         """Codes in the format that was chosen last."""

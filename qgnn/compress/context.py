@@ -121,13 +121,13 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         redraw_dropout: Whether :func:`torch.nn.functional.dropout` draws its masks from a hash, and again in the
             backward pass, so that only a seed is kept. The masks are then others than torch's.
         budget_mib: MiB to keep for the backward passes of a block: widths are chosen tensor by tensor, from 1 to 8
-            bits, so that the variance of the gradient is least. In the first block, and every ``reestimate_every``
-            blocks, each ``backward()`` of a tensor inside the block runs once more and once for each coded tensor, to
-            measure what its rounding does to the gradients of all leaves; these blocks keep 8 bits a value. After GACT
-            and `ActNN <https://arxiv.org/abs/2104.14129>`_. The budget holds for tensors of the sizes that were
-            measured, larger batches take more. ``bits`` is the width of tensors that come up in between. Measuring
-            calls :func:`torch.autograd.grad`, which runs the hooks of tensors each time, and which checkpoints with
-            ``use_reentrant=True`` do not support.
+            bits, losses included, so that the variance of the gradient is least. In the first block, and every
+            ``reestimate_every`` blocks, each ``backward()`` of a tensor inside the block runs once more and once for
+            each coded tensor, to measure what its rounding does to the gradients of all leaves; these blocks keep 8
+            bits a value. After GACT and `ActNN <https://arxiv.org/abs/2104.14129>`_. The budget holds for tensors of
+            the sizes that were measured, larger batches take more. ``bits`` is the width of tensors that come up in
+            between. Measuring calls :func:`torch.autograd.grad`, which runs the hooks of tensors each time, and which
+            checkpoints with ``use_reentrant=True`` do not support.
         reestimate_every: Blocks from one measurement to the next.
 
     Raises:
@@ -190,7 +190,7 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         if budget_mib is not None:
             for width in BLOCK_BITS:  # a length that is whole bytes in one width may not be in another
                 with_bits(self._blocks, width)
-            self._budget = Budget(budget_mib, reestimate_every, bits)
+            self._budget = Budget(budget_mib, reestimate_every)
         self._seeds = None if seed is None else itertools.count(splitmix64(seed))
         self._min_size, self._redraw_dropout = min_size, redraw_dropout
         if isinstance(exclude, (str, nn.Module)) or callable(exclude) or not isinstance(exclude, Iterable):

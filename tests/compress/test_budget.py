@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
 from qgnn.compress import budget, compress_activations
 from qgnn.compress.budget import Candidate, allocate, gradients, leaves_of
@@ -161,6 +162,22 @@ def test_the_scale_of_a_loss_does_not_count() -> None:
         variances.append(compressor._budget._variances)
     assert variances[0] == variances[1] == variances[2]
     assert all(variance > 0 for variance in variances[0].values())
+
+
+def test_the_width_of_a_loss_is_chosen_as_well() -> None:
+    """Beside a projection of 8 columns to one, whose error is many times the gradient, its roundings count little."""
+    torch.manual_seed(0)
+    x, w, labels = torch.randn(512, 64), torch.randn(64, 16, requires_grad=True), torch.randint(16, (512,))
+    compressor = compress_activations(2, projection=8, budget_mib=0.006, seed=0)
+    widths = []
+    for _ in range(2):
+        with compressor as report:
+            F.cross_entropy(F.linear(x * 1, w.t()), labels).backward()
+        widths.append({t.op: int(t.format.split("-")[0].removeprefix("int")) for t in report.by_tensor})
+    assert widths[0] == {"linear": 8, "cross_entropy": 8}
+    assert widths[1]["cross_entropy"] < widths[1]["linear"]
+    assert report.saved_bytes <= 0.006 * MIB
+    assert {t.format.split("-")[0] for t in report.by_tensor} != {"int8"}
 
 
 def test_blocks_in_between_do_not_measure() -> None:
