@@ -83,8 +83,8 @@ def projected(x: Tensor, ratio: int) -> Tensor:
 
 
 def csr_int32(matrix: Tensor) -> Tensor:
-    """CSR with int32 indices, as ours are. Where torch has to transpose it for a gradient, there may be 46,340 rows and
-    columns: it numbers places in int32 (2.13), and beyond that the gradient is wrong."""
+    """CSR with int32 indices, as ours are. Not for torch's gradient of more than 46,340 rows and columns: it numbers
+    places of the transposed matrix in int32 (2.13), and the gradient is wrong."""
     csr = matrix.to_sparse_csr()
     indices = csr.crow_indices().int(), csr.col_indices().int()
     return torch.sparse_csr_tensor(*indices, csr.values(), size=csr.shape)

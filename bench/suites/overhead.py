@@ -26,7 +26,7 @@ def _timed(setup: Callable[[], Work | Measured]) -> Work:
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    problem = sage.Problem(setting, num_seeds=1)  # whose gate takes the gate's time for that of a step
+    problem = sage.Problem(setting, num_seeds=1)  # the time of a gate stands for that of a step
     names = QUICK if setting.quick else TIMED
     providers = [
         Provider(p.name, partial(_timed, p.setup), p.tolerance)

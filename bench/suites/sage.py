@@ -125,6 +125,10 @@ class Problem:
         model.load_state_dict(self.state)
         return model.to(self.setting.device)
 
+    def converted(self, config: QConfig | None, fuse: bool = True) -> GraphSAGE:
+        """PyG's model, or with layers of ours."""
+        return self.model() if config is None else qgnn.quantize_(self.model(), config, fuse=fuse)
+
     def loss(self, out: Tensor) -> Tensor:
         return F.cross_entropy(out[self.mask].to(torch.promote_types(out.dtype, torch.float32)), self.y[self.mask])
 
@@ -210,10 +214,7 @@ class Problem:
         """
         if "budget_mib" in how:
             how = {**how, "budget_mib": how["budget_mib"] * self.setting.scale}
-        given, compressor = edges(), compress_activations(**how)
-
-        def make_model(fuse: bool = True) -> GraphSAGE:
-            return self.model() if config is None else qgnn.quantize_(self.model(), config, fuse=fuse)
+        given, compressor, make_model = edges(), compress_activations(**how), partial(self.converted, config)
 
         def context() -> compress_activations:
             return compressor
@@ -251,10 +252,7 @@ class Problem:
 
     def layers(self, config: QConfig) -> Work:
         """Layers of ours alone."""
-
-        def make_model(fuse: bool = True) -> GraphSAGE:
-            return qgnn.quantize_(self.model(), config, fuse=fuse)
-
+        make_model = partial(self.converted, config)
         variance = Variance(self, partial(make_model, fuse=False), nullcontext(), self.edge_index, is_exact=False)
         return replace(self._step(self.edge_index, make_model), check=variance.check, metrics=variance.metrics)
 

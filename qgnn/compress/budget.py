@@ -166,7 +166,7 @@ class Budget:
         if not leaves or not codes_of:
             return
         exact = gradients(root, leaves, gradient)
-        self._square += sum(map(_square, exact))
+        self._square += sum(map(_sum_of_squares, exact))
         for key, several in codes_of.items():
             kept = [codes.kept for codes in several]
             try:
@@ -177,7 +177,7 @@ class Budget:
             finally:
                 for codes, original in zip(several, kept, strict=True):
                     codes.kept = original
-            distance = sum(_square(a - b) for a, b in zip(changed, exact, strict=True))
+            distance = sum(_sum_of_squares(a - b) for a, b in zip(changed, exact, strict=True))
             self._found[key] = self._found.get(key, 0.0) + distance * ((1 << _PROBE_BITS) - 1) ** 2
 
     def _choose_widths(self) -> None:
@@ -201,7 +201,7 @@ class Budget:
         self._blocks_since = 1
 
 
-def _square(x: Tensor) -> float:
+def _sum_of_squares(x: Tensor) -> float:
     """The sum of squares, of complex numbers as well, in fp32."""
     return float(x.abs().float().square().sum())
 

@@ -97,9 +97,12 @@ def _is_cast_leaf(base: Tensor) -> bool:
     return source is not None and source.name() == "torch::autograd::AccumulateGrad"
 
 
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)  # of one piece of memory, if they are strided
+
+
 def has_storage(t: Tensor) -> bool:
     """Whether a tensor lies in one piece of memory; sparse ones do not."""
-    return t.layout == torch.strided and type(t) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return t.layout == torch.strided and type(t) in _PLAIN
 
 
 def has_columns(t: Tensor) -> bool:
@@ -120,7 +123,7 @@ def tensors_in(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
     for a in arguments:
         if isinstance(a, Tensor):
             yield a
-            if hasattr(a, "__tensor_flatten__"):
+            if type(a) not in _PLAIN and hasattr(a, "__tensor_flatten__"):
                 yield from tensors_in(tuple(getattr(a, name) for name in a.__tensor_flatten__()[0]))
         elif isinstance(a, (tuple, list)):
             yield from tensors_in(tuple(t for t in a if isinstance(t, Tensor)))
