@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qgnn.formats import BINS, MAX_BLOCK_SIZE
+from qgnn.rounding import BINS, MAX_BLOCK_SIZE
 
 SMALLEST_BLOCK = 8  # the shortest one that is whole bytes at every width
 SAMPLE = 4 * MAX_BLOCK_SIZE  # values that are looked at to measure

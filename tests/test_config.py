@@ -85,7 +85,7 @@ def test_a_format_gives_its_width(bits: int) -> None:
         ({"rounding": "up"}, ValueError, r"'rounding' to be one of \('stochastic', 'nearest'\) \(got 'up'\)"),
         ({"save": "fp16"}, ValueError, r"'save' to be one of \('int8', 'fp32'\) or qgnn.formats.Blocks \(got 'fp16'\)"),
         ({"save": Int(4)}, TypeError, r"'save' to be one of \('int8', 'fp32'\) or qgnn.formats.Blocks \(got Int\("),
-        ({"save": Blocks}, TypeError, r"'QConfig' expects 'save' to be one of .* \(got <class 'qgnn.formats.Blocks'>"),
+        ({"save": Blocks}, TypeError, r"'QConfig' expects 'save' to be one of .* \(got <class 'qgnn.formats.blocks.Blocks'>"),
         ({"save": None}, TypeError, r"'QConfig' expects 'save' to be one of .* \(got None\)"),
         ({"keep_fp32": "conv1"}, TypeError, r"'keep_fp32' to be a tuple of module names \(got 'conv1'\)"),
         ({"keep_fp32": (1, 2)}, TypeError, r"'keep_fp32' to be a tuple of module names \(got \(1, 2\)\)"),

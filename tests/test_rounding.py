@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qgnn import rng
-from qgnn.formats import Int, absmax_scale, round_codes
+from qgnn.formats import Int
 from qgnn.reference import quantize
+from qgnn.rounding import absmax_scale, round_codes
 from statistics_checks import SIGMAS, nearest_bound, rounding_bias_z
 
 BITS = range(2, 9)

@@ -25,9 +25,10 @@ from torch import Tensor
 from qgnn.compress.report import Report
 from qgnn.compress.saved import Codes
 from qgnn.compressed_tensor import CompressedTensor
-from qgnn.formats import BLOCK_BITS, Blocks
+from qgnn.formats import Blocks
 from qgnn.functional.blocks import decompress, pack, with_block_size
 from qgnn.memory import MIB
+from qgnn.rounding import BLOCK_BITS
 
 # Function, module, and how many tensors of both came before in a block.
 Key = tuple[str, str, int]

@@ -16,7 +16,8 @@ from qgnn.compress.budget import Budget, Key, with_bits
 from qgnn.compress.policy import Rule
 from qgnn.compress.report import SavedTensor
 from qgnn.compress.saved import Codes
-from qgnn.formats import MAX_BLOCK_SIZE, Blocks
+from qgnn.formats import Blocks
+from qgnn.rounding import MAX_BLOCK_SIZE
 
 Excluded = str | nn.Module | Callable[[SavedTensor], bool]
 

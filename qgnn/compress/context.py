@@ -20,8 +20,9 @@ from qgnn.compress.modules import RunningModules
 from qgnn.compress.policy import argument
 from qgnn.compress.recorder import Recorder
 from qgnn.compress.report import Report
-from qgnn.formats import BLOCK_BITS, Blocks
+from qgnn.formats import Blocks
 from qgnn.rng import splitmix64
+from qgnn.rounding import BLOCK_BITS
 
 _here = threading.local()
 

@@ -18,10 +18,11 @@ from qgnn.compress.choice import Formats
 from qgnn.compress.policy import Rule, rule_of
 from qgnn.compress.report import Report, SavedTensor
 from qgnn.compress.saved import Coded, Codes, Kept, layout_of
-from qgnn.formats import MAX_BLOCK_SIZE, Blocks
+from qgnn.formats import Blocks
 from qgnn.functional.blocks import decompress, pack
 from qgnn.memory import peak_bytes
 from qgnn.rng import make_seed
+from qgnn.rounding import MAX_BLOCK_SIZE
 
 
 @dataclass(slots=True)

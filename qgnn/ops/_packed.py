@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from qgnn.formats import BLOCK_BITS
 from qgnn.ops._backends import STREAM_UNPACKED, Backend
 from qgnn.ops.blocks import PROJECTIONS, unpack_rows
+from qgnn.rounding import BLOCK_BITS
 
 SCHEMA = (
     "Tensor? packed, Tensor? low, Tensor? step, Tensor? edges, Tensor? packed_seed, int packed_bits, int projection"

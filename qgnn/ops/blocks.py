@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qgnn.formats import BLOCK_BITS, MAX_BLOCK_SIZE, METADATA_DTYPES
 from qgnn.ops._backends import STREAM_PACKED, STREAM_PROJECTION, Backend
 from qgnn.ops._checks import Signature
 from qgnn.ops._operator import define
+from qgnn.rounding import BLOCK_BITS, MAX_BLOCK_SIZE, METADATA_DTYPES
 
 PROJECTIONS = range(1 << 16)  # columns; 0: none
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qgnn.formats import absmax_scale
 from qgnn.reference._common import row_chunks, stream_seed
 from qgnn.rng import counter_hash, random_bits16, stream_key
+from qgnn.rounding import absmax_scale
 
 _NEAREST = 1 << 15
 _ROW_COUNTERS = 1 << 40  # where the counters of the rows' signs begin, behind those of any R

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from qgnn.activation import Activation
-from qgnn.formats import absmax_scale, round_codes
 from qgnn.reference._common import compute_dtype, row_chunks, stream_seed
 from qgnn.reference.activation import activate, activation_backward
 from qgnn.rng import random_bits16
+from qgnn.rounding import absmax_scale, round_codes
 
 _EXACT_TERMS = 1024  # 1024 * 127 * 127 < 2**24: an fp32 sum of products of int8 codes is still exact
 

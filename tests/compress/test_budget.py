@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from qgnn.compress import budget, compress_activations
 from qgnn.compress.budget import Candidate, allocate, gradients, leaves_of
-from qgnn.formats import BLOCK_BITS
 from qgnn.memory import MIB, STATUS
+from qgnn.rounding import BLOCK_BITS
 
 candidates = st.lists(
     st.tuples(st.floats(1e-6, 1e6), st.integers(1, 1000)).map(

@@ -25,7 +25,7 @@ from kernel_cases import (
     storage_error,
     surrounded,
 )
-from qgnn import formats, reference, rng
+from qgnn import reference, rng, rounding
 
 # N, K, M: single rows and columns, columns 16 and 64 at a time, K beyond what fp32 adds up exactly, several chunks
 SHAPES = [
@@ -142,8 +142,8 @@ def test_requantizing_takes_its_random_bits_from_the_row_of_the_whole_matrix() -
     """A chunk's first row may be any: here its hashes are numbered beyond 32 bits."""
     first_row, R, M = (1 << 33) + 5, 3, 600
     product, ones, seed = torch.randn(R, M), torch.ones(M), rng.make_seed(4)
-    scale, inverse = formats.absmax_scale(product.abs().amax(1), 8)
-    expected = formats.round_codes(product, inverse[:, None], rng.random_bits16(first_row, R, M, seed))
+    scale, inverse = rounding.absmax_scale(product.abs().amax(1), 8)
+    expected = rounding.round_codes(product, inverse[:, None], rng.random_bits16(first_row, R, M, seed))
     codes, out_scale = torch.empty((R, M), dtype=torch.int8), torch.empty(R)
     operands = (product, None, ones, 0, ones, seed, 0, 127, first_row, R, M)
     launch("qgnn_matmul_requantize", codes, out_scale, *operands)
