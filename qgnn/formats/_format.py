@@ -16,25 +16,30 @@ class Format(ABC):
     :func:`qgnn.formats.parse` takes.
     """
 
-    bits: int  # width of a code, sign included
+    @property
+    @abstractmethod
+    def bits(self) -> int:
+        """Width of a code, sign included."""
 
     @property
     @abstractmethod
     def bits_per_value(self) -> float:
         """Bits of a code, and its share of what a block of fixed length keeps; what a slice keeps comes on top."""
 
-    @abstractmethod
+    @property
+    def memory_density(self) -> float:
+        """Values in the bytes of one fp32 number: ``32 / bits_per_value``."""
+        return 32 / self.bits_per_value
+
+    @property
+    def arithmetic_density(self) -> float | None:
+        """Multiply-accumulate units in the area of one of fp32, as published by `Rouhani et al. (NeurIPS 2020)
+        <https://proceedings.neurips.cc/paper/2020/hash/747e32ab0fea7fbd2ad9ec03daa3f840-Abstract.html>`_; ``None`` for
+        formats that they give no number of."""
+        return None
+
     def encode(self, x: Tensor, dim: int = -1, seed: int | Tensor | None = None) -> QTensor:
-        """Quantize ``x``, with scales of slices or of blocks along ``dim``.
-
-        Args:
-            x: Values of any floating type and shape with at least one dimension.
-            dim: The dimension along which values share a scale: that over which a product sums.
-            seed: A seed for stochastic rounding; ``None`` rounds to nearest.
-
-        Raises:
-            TypeError: If ``x`` is not a floating-point tensor.
-        """
+        raise NotImplementedError
 
     @abstractmethod
     def with_bits(self, bits: int) -> Format:
@@ -55,3 +60,28 @@ class Format(ABC):
     def quantize(self, x: Tensor, dim: int = -1, seed: int | Tensor | None = None) -> Tensor:
         """``decode(encode(x))``: ``x`` with the error of this format."""
         return self.decode(self.encode(x, dim, seed))
+
+
+def check_width(owner: str, name: str, value: object, low: int, high: int, why: str = "") -> None:
+    """Raise unless ``value`` is an integer from ``low`` to ``high``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"'{owner}' expects '{name}' to be an int (got {type(value).__name__})")
+    if not low <= value <= high:
+        raise ValueError(f"'{owner}' expects '{name}' from {low} to {high} (got {value}){why}")
+
+
+def check_kind(owner: str, kind: object, kinds: tuple[str, ...]) -> None:
+    """Raise unless ``kind`` is one of ``kinds``."""
+    if kind not in kinds:
+        error = ValueError if isinstance(kind, str) else TypeError
+        raise error(f"'{owner}' expects 'kind' to be one of {kinds} (got {kind!r})")
+
+
+def only_width(fmt: Format, bits: int) -> Format:
+    """``fmt``, which exists in one width, if that is the one asked for."""
+    if bits != fmt.bits:
+        raise ValueError(
+            f"'{fmt}' has codes of {fmt.bits} bits only (got {bits}); formats with a choice of widths are Int, FixedPoint "
+            f"and MSFP"
+        )
+    return fmt

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from qgnn.formats._format import Format
+from qgnn.formats._format import Format, check_width
 from qgnn.qtensor import QTensor
 from qgnn.rng import make_seed, random_bits16
 from qgnn.rounding import absmax_scale, round_codes
@@ -35,17 +35,17 @@ class Int(Format):
     symmetric: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or not isinstance(self.bits, int):
-            raise TypeError(f"'Int' expects 'bits' to be an int (got {type(self.bits).__name__})")
-        if not 2 <= self.bits <= 8:
-            raise ValueError(
-                f"'Int' expects 'bits' from 2 to 8 (got {self.bits}); wider codes do not fit an int8 kernel"
-            )
+        check_width("Int", "bits", self.bits, 2, 8, "; wider codes do not fit an int8 kernel")
 
     @property
     def bits_per_value(self) -> float:
         """Bits of one code; the scale of a slice (32 bits, 64 with a zero point) comes on top, once a slice."""
         return float(self.bits)
+
+    @property
+    def arithmetic_density(self) -> float | None:
+        """That of INT8 and INT4."""
+        return {8: 7.7, 4: 20.9}.get(self.bits)
 
     def encode(self, x: Tensor, dim: int = -1, seed: int | Tensor | None = None) -> QTensor:
         """Quantize ``x`` with one scale per slice along ``dim``.

@@ -1,0 +1,62 @@
+"""8-bit floating point with a scale a slice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qgnn.formats._format import Format, check_kind, only_width
+
+
+@dataclass(frozen=True)
+class Float8(Format):
+    r"""8-bit floats with an fp32 scale a slice, stored as :attr:`torch.float8_e4m3fn` or :attr:`torch.float8_e5m2`.
+
+    After `"FP8 Formats for Deep Learning" <https://arxiv.org/abs/2209.05433>`_, with the scale that maps the largest
+    magnitude of a slice to the largest element :math:`q_{max}` (448 for e4m3, 57344 for e5m2):
+
+    .. math:: s = \max|x| / q_{max}, \quad q = \mathrm{clamp}(\mathrm{round}(x / s), -q_{max}, q_{max}), \quad
+        \hat x = q s
+
+    ``round`` goes to the nearest element, subnormal ones included. Unlike :class:`MXFP8` the scale uses the whole
+    range, is no power of two and serves a whole slice. Slices whose magnitudes are at most 1e-30 become zeros. An
+    infinity or NaN makes its slice NaN (the scale is NaN, the codes are zeros), and nothing else.
+
+    Args:
+        kind: ``"e4m3"`` or ``"e5m2"``: exponent and mantissa bits.
+
+    Raises:
+        TypeError: If ``kind`` is no string.
+        ValueError: If ``kind`` is another string.
+
+    Example:
+        >>> q = qgnn.formats.Float8("e5m2").encode(torch.randn(4, 64))
+        >>> q.storage.dtype
+        torch.float8_e5m2
+    """
+
+    kind: str = "e4m3"
+
+    def __post_init__(self) -> None:
+        check_kind("Float8", self.kind, ("e4m3", "e5m2"))
+
+    @property
+    def bits(self) -> int:
+        """Width of a code."""
+        return 8
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits of one code; the scale of a slice (32 bits) comes on top, once a slice."""
+        return 8.0
+
+    def with_bits(self, bits: int) -> Float8:
+        """The format itself, for its own width.
+
+        Raises:
+            ValueError: For any other width.
+        """
+        return only_width(self, bits)
+
+    def __str__(self) -> str:
+        """As ``fp8-e4m3``."""
+        return f"fp8-{self.kind}"
