@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from math import prod
+from typing import Any, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 
+from qgnn.packing import Layout
 from qgnn.qtensor import QTensor
+from qgnn.reference._common import row_chunks
+from qgnn.rng import make_seed, random_bits16
+
+_Format = TypeVar("_Format", bound="Format")
+Encoded: TypeAlias = tuple[Tensor, Tensor, Tensor | None]  # codes or what is stored of them, scales, zero points
 
 
 class Format(ABC):
@@ -38,62 +47,75 @@ class Format(ABC):
         formats that they give no number of."""
         return None
 
-    def encode(self, x: Tensor, dim: int = -1, seed: int | Tensor | None = None) -> QTensor:
+    def encode(self, x: Tensor, dim: int | None = -1, seed: int | Tensor | None = None) -> QTensor:
         """Quantize ``x``, with scales of slices or of blocks along ``dim``.
 
-        Temporaries stay below about 64 MiB, however large ``x`` is, but for slices that are longer than that, and for
-        a copy where ``dim`` is neither the first nor the last of several dimensions.
+        Temporaries stay below 64 MiB, however large ``x`` is, but for slices longer than that, and for a copy of ``x``
+        where ``dim`` is not its last dimension.
 
         Args:
             x: Values of any floating type and shape with at least one dimension.
             dim: The dimension along which values share a scale: that over which a product sums. Packed codes fill
-                whole bytes along it.
+                whole bytes along it. ``None``, for formats without blocks: one scale for the whole tensor.
             seed: A seed for stochastic rounding; ``None`` rounds to nearest.
 
         Raises:
             TypeError: If ``x`` is not a floating-point tensor.
-            ValueError: If ``x`` is a scalar.
+            ValueError: If ``x`` is a scalar, or blocks have no dimension to lie along.
         """
-        owner = f"{type(self).__name__}.encode"
+        values = self._slices(x, dim, "encode").detach()
+        layout = self._layout(tuple(x.shape), -1 if dim is None else dim if dim < 0 else dim - x.dim())
+        lead = values.shape[:-1]
+        rows = values.reshape(prod(lead), values.shape[-1])
+        storage, *shared = self._encode_matrix(rows, layout, dim is not None, seed)
+
+        def restored(t: Tensor, lead: tuple[int, ...]) -> Tensor:
+            return t.view(*lead, t.shape[1]).movedim(-1, layout.dim)
+
+        sharing = (1,) * len(lead) if dim is None else lead
+        scales, zero = (None if t is None else restored(t, sharing) for t in shared)
+        assert scales is not None
+        return QTensor(restored(storage, lead), scales, zero, self._block_size, x.dtype, layout=layout)
+
+    def _slices(self, x: Tensor, dim: int | None, caller: str) -> Tensor:
+        """``x``, checked, with the values that share scales along its last dimension."""
+        owner = f"{type(self).__name__}.{caller}"
         if not x.is_floating_point():
             raise TypeError(f"'{owner}' expects a floating-point tensor (got {x.dtype}); convert it with 'x.float()'")
         if x.dim() == 0:
             raise ValueError(f"'{owner}' expects a tensor with at least one dimension (got a scalar)")
-        values = x.detach().movedim(dim, -1)
-        rows = values.reshape(prod(values.shape[:-1]), values.shape[-1])
-        from_end = dim if dim < 0 else dim - x.dim()
-        layout = self._layout(tuple(x.shape), from_end)
-        storage, scales, zero = self._encode(rows, layout, None if seed is None else make_seed(seed, x.device))
+        if dim is None and self._block_size is not None:
+            raise ValueError(f"'{owner}' expects 'dim', along which blocks lie (got None)")
+        return x if dim is None else x.movedim(dim, -1)
 
-        def restored(t: Tensor) -> Tensor:
-            return t.reshape(*values.shape[:-1], t.shape[-1]).movedim(-1, from_end)
-
-        return QTensor(
-            restored(storage),
-            restored(scales),
-            None if zero is None else restored(zero),
-            block_size=self._block_size,
-            dtype=x.dtype,
-            layout=layout,
-        )
-
-    def _encode(self, rows: Tensor, layout: Layout, seed: Tensor | None) -> Encoded:
-        """What is stored of a matrix."""
+    def _encode_matrix(self, rows: Tensor, layout: Layout, by_row: bool, seed: int | Tensor | None) -> Encoded:
+        """What is stored of a matrix, with scales of its rows or of all of it."""
         R, F = rows.shape
-        if rows.numel() == 0:  # its types and widths are those of a matrix that has elements
-            storage, scales, zero = self._encode(rows.new_zeros(1, 1), layout, None)
-            width = scales.shape[1] if self._block_size is None else 0
-
-            def nothing(t: Tensor, columns: int) -> Tensor:
-                return t.new_zeros(1, dtype=t.dtype)
-
-        step = max(1, _CHUNK // F)
-        parts = []
-        for first in range(0, R, step):
-            part = rows[first : first + step].float()
-            bits16 = None if seed is None else random_bits16(first, part.shape[0], F, seed)
-            codes, scales, zero = self._encode_rows(part, bits16)
-            parts.append((layout.store(codes), scales, zero))
+        if rows.numel() == 0:  # of the types that one element has
+            codes, scales, zero = self._encode_rows(torch.zeros(1, 1, device=rows.device), None)
+            storage = layout.store(codes.expand(1, F))
+            shape = (R if by_row else 1, 1 if self._block_size is None else -(-F // self._block_size))
+            scales, zero = scales.new_zeros(shape), None if zero is None else zero.new_zeros(shape)
+            return storage.new_zeros((R, storage.shape[1])), scales, zero
+        key = None if seed is None else make_seed(seed, rows.device)
+        if not by_row:
+            bits16 = None if key is None else random_bits16(0, 1, R * F, key)
+            codes, scales, zero = self._encode_rows(rows.reshape(1, R * F).float(), bits16)
+            return layout.store(codes.view(R, F)), scales, zero
+        whole: list[Any] = []
+        for part in row_chunks(R, F):
+            num_rows = part.stop - part.start
+            bits16 = None if key is None else random_bits16(part.start, num_rows, F, key)
+            codes, scales, zero = self._encode_rows(rows[part].float(), bits16)
+            pieces = (layout.store(codes), scales, zero)
+            if num_rows == R:
+                return pieces
+            whole = whole or [None if t is None else t.new_empty((R, t.shape[1])) for t in pieces]
+            for stored, piece in zip(whole, pieces, strict=True):
+                if piece is not None:
+                    stored[part] = piece
+        storage, scales, zero = whole
+        return storage, scales, zero
 
     @property
     def _block_size(self) -> int | None:
@@ -106,8 +128,8 @@ class Format(ABC):
 
     @abstractmethod
     def _encode_rows(self, rows: Tensor, bits16: Tensor | None) -> Encoded:
-        """Codes ``[R, F]`` (integers, or the values of floating-point ones, of any type), scales ``[R, B]`` as they are
-        stored, and zero points, of fp32 rows with at least one element."""
+        """Codes ``[R, F]`` (integers, or the values that floating-point ones stand for), scales ``[R, B]`` and zero
+        points as they are stored, of fp32 rows with at least one element."""
 
     @abstractmethod
     def with_bits(self, bits: int) -> Format:
@@ -125,9 +147,25 @@ class Format(ABC):
         """The values that the codes stand for, in the type that was encoded."""
         return q.dequantize()
 
-    def quantize(self, x: Tensor, dim: int = -1, seed: int | Tensor | None = None) -> Tensor:
-        """``decode(encode(x))``: ``x`` with the error of this format."""
-        return self.decode(self.encode(x, dim, seed))
+    def quantize(self, x: Tensor, dim: int | None = -1, seed: int | Tensor | None = None) -> Tensor:
+        """``decode(encode(x))``: ``x`` with the error of this format. The gradient passes straight through.
+
+        Args:
+            x: As of :meth:`encode`.
+            dim: As of :meth:`encode`.
+            seed: As of :meth:`encode`.
+        """
+        return _StraightThrough.apply(x, self, dim, seed)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fmt: Format, dim: int | None, seed: int | Tensor | None) -> Tensor:
+        return fmt.decode(fmt.encode(x, dim, seed))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None, None, None
 
 
 def check_width(owner: str, name: str, value: object, low: int, high: int, why: str = "") -> None:
@@ -145,11 +183,11 @@ def check_kind(owner: str, kind: object, kinds: tuple[str, ...]) -> None:
         raise error(f"'{owner}' expects 'kind' to be one of {kinds} (got {kind!r})")
 
 
-def only_width(fmt: Format, bits: int) -> Format:
+def only_width(fmt: _Format, bits: int) -> _Format:
     """``fmt``, which exists in one width, if that is the one asked for."""
     if bits != fmt.bits:
         raise ValueError(
-            f"'{fmt}' has codes of {fmt.bits} bits only (got {bits}); formats with a choice of widths are Int, FixedPoint "
-            f"and MSFP"
+            f"'{fmt}' has codes of {fmt.bits} bits only (got {bits}); formats with a choice of widths are Int, "
+            f"FixedPoint and MSFP"
         )
     return fmt

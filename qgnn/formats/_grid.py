@@ -7,11 +7,12 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from qgnn.formats._format import Encoded, Format, round_to_float, round_to_integer
+from qgnn.formats._format import Encoded, Format
 from qgnn.packing import Layout
-from qgnn.rounding import Grid
+from qgnn.reference.grids import affine_codes, elements, from_blocks, to_blocks
+from qgnn.rounding import Grid, scale_by_power
 
-_POISON = 255  # code of a NaN scale in E8M0, which stores exponents with 127 added
+_BIAS, _NAN = 127, 255  # E8M0 stores exponents with 127 added; 255 is NaN
 
 
 class GridFormat(Format):
@@ -28,7 +29,7 @@ class GridFormat(Format):
 
     def _layout(self, shape: tuple[int, ...], dim: int) -> Layout:
         grid = self.grid
-        is_float = grid.min_exponent != grid.mantissa_bits
+        is_float = not (grid.affine or grid.is_uniform)
         return Layout(
             self.bits,
             shape,
@@ -39,47 +40,15 @@ class GridFormat(Format):
         )
 
     def _encode_rows(self, rows: Tensor, bits16: Tensor | None) -> Encoded:
-        grid = self.grid
+        grid, width = self.grid, rows.shape[1]
+        size = min(grid.block_size or width, width)
+        blocks, bits = to_blocks(rows, size), None if bits16 is None else to_blocks(bits16, size)
         if grid.affine:
-            return _affine(rows, grid, bits16)
-        block = grid.block_size or rows.shape[1]
-        width = rows.shape[1]
-        values = torch.nn.functional.pad(rows, (0, -width % block)).unflatten(1, (-1, block))
-        largest = values.abs().amax(2)
-        fraction, exponent = torch.frexp(largest)
-        # frexp's fraction is from 1/2 to below 1, so its exponent is the logarithm rounded up, but for powers of two.
-        exponent -= (fraction == 0.5) | (fraction == 0) if grid.round_up else 1
-        shared = (exponent - grid.max_exponent).clamp_(-127, 127)
-        shared = torch.where(largest == 0, -127, shared)
-        finite = largest < float("inf")
-        down = torch.where(finite, grid.fraction_bits - shared, 0)
-        half = down >> 1  # no fp32 number is 2**142, the inverse of the smallest unit
-        codes = (values * _power_of_two(half)[:, :, None] * _power_of_two(down - half)[:, :, None]).flatten(1)
-        codes = codes[:, :width]
-        if grid.min_exponent == grid.mantissa_bits:
-            codes = round_to_integer(codes, bits16)
-        else:
-            codes = round_to_float(codes, grid.mantissa_bits, grid.min_exponent, bits16)
-        codes.clamp_(grid.low, grid.high)
+            codes, step, low = affine_codes(blocks, grid, bits)
+            return from_blocks(codes, width), step.squeeze(2), low.squeeze(2)
+        codes, shared, poisoned = elements(blocks, grid, bits)
         if grid.block_size:
-            scales = torch.where(finite, shared + 127, _POISON).to(torch.uint8).view(torch.float8_e8m0fnu)
-            poisoned = (~finite).repeat_interleave(block, 1)[:, :width]
-        else:
-            poisoned = ~finite
-            scales = (_power_of_two(shared) * 2.0**-grid.fraction_bits).masked_fill_(poisoned, float("nan"))
-        return codes.masked_fill_(poisoned, 0), scales, None
-
-
-def _affine(rows: Tensor, grid: Grid, bits16: Tensor | None) -> Encoded:
-    low, high = rows.aminmax(dim=1, keepdim=True)
-    spread, last = high - low, grid.high - grid.low
-    inverse = torch.where(spread > 1e-30, torch.full_like(spread, last) / spread, 0.0)
-    codes = round_to_integer((rows - low) * inverse, bits16).clamp_(0, last)
-    finite = spread < float("inf")
-    scales = (spread / torch.full_like(spread, last)).masked_fill_(~finite, float("nan"))
-    return codes.masked_fill_(~finite, 0), scales, low
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """``2**exponent`` in fp32, for integers from -127 to 127."""
-    return (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu).float()
+            code = (shared + _BIAS).masked_fill_(poisoned, _NAN).to(torch.uint8)
+            return from_blocks(codes, width), code.view(torch.float8_e8m0fnu).squeeze(2), None
+        unit = scale_by_power(torch.ones_like(shared, dtype=torch.float32), shared - grid.fraction_bits)
+        return from_blocks(codes, width), unit.masked_fill_(poisoned, float("nan")).squeeze(2), None

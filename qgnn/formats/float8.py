@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qgnn.formats._format import Format, check_kind, only_width
+import torch
+from torch import Tensor
+
+from qgnn.formats._format import Encoded, Format, check_kind, only_width
+from qgnn.formats.microscaling import MXFP8
+from qgnn.packing import Layout
+from qgnn.reference.grids import round_elements
+from qgnn.rounding import FLUSH
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,18 @@ class Float8(Format):
     def bits_per_value(self) -> float:
         """Bits of one code; the scale of a slice (32 bits) comes on top, once a slice."""
         return 8.0
+
+    def _layout(self, shape: tuple[int, ...], dim: int) -> Layout:
+        return Layout(8, shape, dim, mantissa_bits=MXFP8(self.kind).grid.mantissa_bits)
+
+    def _encode_rows(self, rows: Tensor, bits16: Tensor | None) -> Encoded:
+        grid = MXFP8(self.kind).grid  # the same elements
+        absmax = rows.abs().amax(1, keepdim=True)
+        poisoned = ~(absmax < float("inf"))
+        # A division by a number is not rounded once on every device.
+        scale = (absmax / torch.full_like(absmax, grid.high)).masked_fill_(absmax <= FLUSH, 0.0)
+        t = (rows / scale).masked_fill_(poisoned | (scale == 0), 0.0)
+        return round_elements(t, grid, bits16), scale.masked_fill_(poisoned, float("nan")), None
 
     def with_bits(self, bits: int) -> Float8:
         """The format itself, for its own width.

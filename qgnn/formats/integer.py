@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from qgnn.formats._format import Format, check_width
-from qgnn.qtensor import QTensor
-from qgnn.rng import make_seed, random_bits16
+from qgnn.formats._format import Encoded, Format, check_width
+from qgnn.packing import Layout
 from qgnn.rounding import absmax_scale, round_codes
 
 
@@ -45,45 +44,12 @@ class Int(Format):
     @property
     def arithmetic_density(self) -> float | None:
         """That of INT8 and INT4."""
-        return {8: 7.7, 4: 20.9}.get(self.bits)
+        return {8: 7.7, 4: 20.9}.get(self.bits) if self.symmetric else None
 
-    def encode(self, x: Tensor, dim: int = -1, seed: int | Tensor | None = None) -> QTensor:
-        """Quantize ``x`` with one scale per slice along ``dim``.
+    def _layout(self, shape: tuple[int, ...], dim: int) -> Layout:
+        return Layout(self.bits, shape, dim, signed=self.symmetric)
 
-        Args:
-            x: Values of any floating type and shape with at least one dimension.
-            dim: The dimension whose values share a scale.
-            seed: A seed for stochastic rounding; ``None`` rounds to nearest.
-
-        Raises:
-            TypeError: If ``x`` is not a floating-point tensor.
-        """
-        if not x.is_floating_point():
-            raise TypeError(
-                f"'Int.encode' expects a floating-point tensor (got {x.dtype}); convert it with 'x.float()'"
-            )
-        if x.dim() == 0:
-            raise ValueError("'Int.encode' expects a tensor with at least one dimension (got a scalar)")
-        values = x.detach().movedim(dim, -1).float()
-        if values.numel() == 0:
-            return self._encode_nothing(values, dim, x.dtype)
-        rows = values.reshape(-1, values.shape[-1])
-        bits16 = None
-        if seed is not None:
-            bits16 = random_bits16(0, rows.shape[0], rows.shape[1], make_seed(seed, x.device))
-        codes, scale, zero = self._encode_rows(rows, bits16)
-
-        def restored(t: Tensor) -> Tensor:
-            return t.reshape(*values.shape[:-1], t.shape[-1]).movedim(-1, dim)
-
-        return QTensor(restored(codes), restored(scale), None if zero is None else restored(zero), dtype=x.dtype)
-
-    def _encode_nothing(self, values: Tensor, dim: int, dtype: torch.dtype) -> QTensor:
-        scale = values.new_zeros((*values.shape[:-1], 1)).movedim(-1, dim)
-        codes = values.to(torch.int8 if self.symmetric else torch.uint8).movedim(-1, dim)
-        return QTensor(codes, scale, None if self.symmetric else scale.clone(), dtype=dtype)
-
-    def _encode_rows(self, rows: Tensor, bits16: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _encode_rows(self, rows: Tensor, bits16: Tensor | None) -> Encoded:
         if self.symmetric:
             scale, inverse = absmax_scale(rows.abs().amax(1, keepdim=True), self.bits)
             return round_codes(rows, inverse, bits16), scale, None

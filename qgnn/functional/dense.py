@@ -75,8 +75,8 @@ def quantize(
     passes_on = straight_through and x.requires_grad and torch.is_grad_enabled()
     blocks = config.save if passes_on and isinstance(config.save, Blocks) else None
     return QTensor(
-        codes=codes.view(x.shape),
-        scale=scale.view(*leading, scale.shape[-1] if per_block else 1),
+        codes.view(x.shape),
+        scale.view(*leading, scale.shape[-1] if per_block else 1),
         block_size=config.block_size if per_block else None,
         dtype=x.dtype,
         origin=x if passes_on else None,
