@@ -142,23 +142,20 @@ INLINE int64_t draw(random_bits *bits, const task *job, int64_t r, int64_t first
 
 /* ---- rows ---- */
 
-/* Blocks of `group` columns, several of which share a call of the hash. */
-INLINE void round_short_blocks(const task *job, int64_t r, const int64_t group, const int kind, const int stochastic) {
+/* Columns first .. end in blocks of `group`, several of which share a call of the hash. */
+INLINE void round_short_blocks(
+    const task *job, int64_t r, int64_t first, int64_t end, const int64_t group, const int are_whole, const int kind,
+    const int stochastic
+) {
     random_bits bits;
     const int64_t several = ROUND_BLOCK / group * group;
-    for (int64_t start = 0; start < job->C; start += several) {
-        const int64_t n = min_i64(several, job->C - start);
-        const int64_t at = stochastic ? draw(&bits, job, r, start, n) : 0;
-        for (int64_t k = 0; k < n; k += group) {
-            const float *x = job->x + r * job->stride_x + start + k;
-            const random_bits *drawn = stochastic ? &bits : 0;
-            if (n - k >= group) { /* with a constant length */
-                const block b = make_block(job, r, start + k, find_extrema(x, group, kind), kind);
-                round_part(job, r, start + k, group, b, drawn, at + k, kind);
-            } else {
-                const block b = make_block(job, r, start + k, find_extrema(x, n - k, kind), kind);
-                round_part(job, r, start + k, n - k, b, drawn, at + k, kind);
-            }
+    for (int64_t start = first; start < end; start += several) {
+        const int64_t stop = min_i64(start + several, end);
+        const int64_t at = stochastic ? draw(&bits, job, r, start, stop - start) : 0;
+        for (int64_t k = start; k < stop; k += group) {
+            const int64_t n = are_whole ? group : min_i64(group, stop - k); /* a constant, if the group is one */
+            const block b = make_block(job, r, k, find_extrema(job->x + r * job->stride_x + k, n, kind), kind);
+            round_part(job, r, k, n, b, stochastic ? &bits : 0, at + k - start, kind);
         }
     }
 }
@@ -174,39 +171,41 @@ INLINE void round_long_block(
     }
 }
 
-INLINE void round_row(const task *job, int64_t r, const int kind, const int stochastic) {
-    if (job->group == 16) round_short_blocks(job, r, 16, kind, stochastic);
-    else if (job->group == 32) round_short_blocks(job, r, 32, kind, stochastic);
-    else if (job->group < ROUND_BLOCK) round_short_blocks(job, r, job->group, kind, stochastic);
-    else
-        for (int64_t start = 0; start < job->C; start += job->group) {
-            const int64_t end = min_i64(start + job->group, job->C);
-            const extrema found = find_extrema(job->x + r * job->stride_x + start, end - start, kind);
-            round_long_block(job, r, start, end, make_block(job, r, start, found, kind), kind, stochastic);
-        }
-}
-
-/* A row; or, of a row that is the block `b`, columns first .. end. */
-INLINE void round_these(
-    const task *job, int64_t r, const block *b, int64_t first, int64_t end, const int kind, const int stochastic
+/* Columns first .. end of a row: all of them, or, if the row is the one block `given`, some. */
+INLINE void round_columns_of(
+    const task *job, int64_t r, int64_t first, int64_t end, const block *given, const int kind, const int stochastic
 ) {
-    if (b) round_long_block(job, r, first, end, *b, kind, stochastic);
-    else round_row(job, r, kind, stochastic);
+    const int64_t group = job->group;
+    if (group < ROUND_BLOCK) {
+        int64_t whole = end / group * group;
+        if (kind != AFFINE && group == 16) round_short_blocks(job, r, 0, whole, 16, 1, kind, stochastic);
+        else if (kind != AFFINE && group == 32) round_short_blocks(job, r, 0, whole, 32, 1, kind, stochastic);
+        else whole = 0;
+        round_short_blocks(job, r, whole, end, group, 0, kind, stochastic);
+        return;
+    }
+    for (int64_t start = first; start < end; start += group) {
+        const int64_t stop = min_i64(start + group, end);
+        block b;
+        if (given) b = *given;
+        else b = make_block(job, r, start, find_extrema(job->x + r * job->stride_x + start, stop - start, kind), kind);
+        round_long_block(job, r, start, stop, b, kind, stochastic);
+    }
 }
 
 /* The same with constants. It is called within the loops of threads, which are functions that see none. */
-static void round_any(const task *job, int64_t r, const block *b, int64_t first, int64_t end) {
+static void round_any(const task *job, int64_t r, int64_t first, int64_t end, const block *given) {
     const int kind = job->kind;
     if (job->rule.stochastic) {
-        if (kind == INTEGERS) round_these(job, r, b, first, end, INTEGERS, 1);
-        else if (kind == CODES) round_these(job, r, b, first, end, CODES, 1);
-        else if (kind == FLOATS) round_these(job, r, b, first, end, FLOATS, 1);
-        else round_these(job, r, b, first, end, AFFINE, 1);
+        if (kind == INTEGERS) round_columns_of(job, r, first, end, given, INTEGERS, 1);
+        else if (kind == CODES) round_columns_of(job, r, first, end, given, CODES, 1);
+        else if (kind == FLOATS) round_columns_of(job, r, first, end, given, FLOATS, 1);
+        else round_columns_of(job, r, first, end, given, AFFINE, 1);
     } else {
-        if (kind == INTEGERS) round_these(job, r, b, first, end, INTEGERS, 0);
-        else if (kind == CODES) round_these(job, r, b, first, end, CODES, 0);
-        else if (kind == FLOATS) round_these(job, r, b, first, end, FLOATS, 0);
-        else round_these(job, r, b, first, end, AFFINE, 0);
+        if (kind == INTEGERS) round_columns_of(job, r, first, end, given, INTEGERS, 0);
+        else if (kind == CODES) round_columns_of(job, r, first, end, given, CODES, 0);
+        else if (kind == FLOATS) round_columns_of(job, r, first, end, given, FLOATS, 0);
+        else round_columns_of(job, r, first, end, given, AFFINE, 0);
     }
 }
 
@@ -224,17 +223,17 @@ static void round_long_row(const task *job, int64_t r, int64_t threads) {
     }
     const block b = make_block(job, r, 0, (extrema){low, high}, job->kind);
 #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t k = 0; k < job->C; k += piece) round_any(job, r, &b, k, min_i64(k + piece, job->C));
+    for (int64_t k = 0; k < job->C; k += piece) round_any(job, r, k, min_i64(k + piece, job->C), &b);
 }
 
 static void round_rows(const task *job, int64_t R, int64_t threads) {
     threads = useful_threads(R * job->C, threads);
-    if (R < threads && job->group == job->C) {
+    if (R < threads && job->group == job->C && job->group >= ROUND_BLOCK) {
         for (int64_t r = 0; r < R; r++) round_long_row(job, r, threads);
         return;
     }
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t r = 0; r < R; r++) round_any(job, r, 0, 0, 0);
+    for (int64_t r = 0; r < R; r++) round_any(job, r, 0, job->C, 0);
 }
 
 /* `kind` is INTEGERS, FLOATS or AFFINE; blocks are of `group` columns. */
