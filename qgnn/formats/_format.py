@@ -39,7 +39,75 @@ class Format(ABC):
         return None
 
     def encode(self, x: Tensor, dim: int = -1, seed: int | Tensor | None = None) -> QTensor:
-        raise NotImplementedError
+        """Quantize ``x``, with scales of slices or of blocks along ``dim``.
+
+        Temporaries stay below about 64 MiB, however large ``x`` is, but for slices that are longer than that, and for
+        a copy where ``dim`` is neither the first nor the last of several dimensions.
+
+        Args:
+            x: Values of any floating type and shape with at least one dimension.
+            dim: The dimension along which values share a scale: that over which a product sums. Packed codes fill
+                whole bytes along it.
+            seed: A seed for stochastic rounding; ``None`` rounds to nearest.
+
+        Raises:
+            TypeError: If ``x`` is not a floating-point tensor.
+            ValueError: If ``x`` is a scalar.
+        """
+        owner = f"{type(self).__name__}.encode"
+        if not x.is_floating_point():
+            raise TypeError(f"'{owner}' expects a floating-point tensor (got {x.dtype}); convert it with 'x.float()'")
+        if x.dim() == 0:
+            raise ValueError(f"'{owner}' expects a tensor with at least one dimension (got a scalar)")
+        values = x.detach().movedim(dim, -1)
+        rows = values.reshape(prod(values.shape[:-1]), values.shape[-1])
+        from_end = dim if dim < 0 else dim - x.dim()
+        layout = self._layout(tuple(x.shape), from_end)
+        storage, scales, zero = self._encode(rows, layout, None if seed is None else make_seed(seed, x.device))
+
+        def restored(t: Tensor) -> Tensor:
+            return t.reshape(*values.shape[:-1], t.shape[-1]).movedim(-1, from_end)
+
+        return QTensor(
+            restored(storage),
+            restored(scales),
+            None if zero is None else restored(zero),
+            block_size=self._block_size,
+            dtype=x.dtype,
+            layout=layout,
+        )
+
+    def _encode(self, rows: Tensor, layout: Layout, seed: Tensor | None) -> Encoded:
+        """What is stored of a matrix."""
+        R, F = rows.shape
+        if rows.numel() == 0:  # its types and widths are those of a matrix that has elements
+            storage, scales, zero = self._encode(rows.new_zeros(1, 1), layout, None)
+            width = scales.shape[1] if self._block_size is None else 0
+
+            def nothing(t: Tensor, columns: int) -> Tensor:
+                return t.new_zeros(1, dtype=t.dtype)
+
+        step = max(1, _CHUNK // F)
+        parts = []
+        for first in range(0, R, step):
+            part = rows[first : first + step].float()
+            bits16 = None if seed is None else random_bits16(first, part.shape[0], F, seed)
+            codes, scales, zero = self._encode_rows(part, bits16)
+            parts.append((layout.store(codes), scales, zero))
+
+    @property
+    def _block_size(self) -> int | None:
+        """Values that share a scale; ``None`` for slices."""
+        return None
+
+    @abstractmethod
+    def _layout(self, shape: tuple[int, ...], dim: int) -> Layout:
+        """How codes of values of a shape, along a dimension counted from the end, are stored."""
+
+    @abstractmethod
+    def _encode_rows(self, rows: Tensor, bits16: Tensor | None) -> Encoded:
+        """Codes ``[R, F]`` (integers, or the values of floating-point ones, of any type), scales ``[R, B]`` as they are
+        stored, and zero points, of fp32 rows with at least one element."""
 
     @abstractmethod
     def with_bits(self, bits: int) -> Format:
