@@ -28,6 +28,7 @@ from qgnn.reference.edges import (
     softmax,
     softmax_backward,
 )
+from qgnn.reference.matmul_shared import matmul_shared
 from qgnn.reference.sparse import (
     spmm,
     spmm_extremum,
@@ -55,6 +56,7 @@ __all__ = [
     "matmul",
     "matmul_dw",
     "matmul_requantize",
+    "matmul_shared",
     "quantize",
     "quantize_grad",
     "quantize_matmul",
