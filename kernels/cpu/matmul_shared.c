@@ -91,30 +91,42 @@ typedef struct {
     range found;
 } panel;
 
+/* One block of one row: `used` codes and zeros up to `width`. */
+INLINE void pack_block(
+    x_code *codes, int32_t *offset, float *factor, range *found, const int8_t *from, int64_t exponent, int64_t used,
+    int64_t width
+) {
+    int32_t sum = 0;
+    for (int64_t k = 0; k < used; k++) {
+        codes[k] = from[k];
+        sum += from[k];
+    }
+    for (int64_t k = used; k < width; k++) codes[k] = 0;
+    *offset = -OFFSET * sum;
+    *factor = block_factor(from, used, exponent, 0, found);
+}
+
 INLINE void pack_panel(
     panel *p, const int8_t *x, const uint8_t *exponent, int64_t rows, int64_t K, int64_t stride_x,
     int64_t stride_exponent, int64_t block_size, int64_t width
 ) {
-    p->found = (range){BIAS, BIAS};
-    for (int64_t r = 0; r < ROWS; r++) p->last[r] = 0.0f;
-    for (int64_t b = 0; b < divide_up(K, block_size); b++) {
-        const int64_t n = min_i64(block_size, K - b * block_size);
-        for (int64_t r = 0; r < ROWS; r++) {
-            x_code *codes = p->codes + (b * ROWS + r) * width;
-            const int64_t used = r < rows ? n : 0;
-            const int8_t *from = x + (r < rows ? r * stride_x + b * block_size : 0);
+    const int64_t blocks = divide_up(K, block_size);
+    range found = {BIAS, BIAS};
+    for (int64_t r = 0; r < ROWS; r++) {
+        int has_nan = 0;
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t i = b * ROWS + r, used = r < rows ? min_i64(block_size, K - b * block_size) : 0;
             const int64_t e = r < rows ? exponent[r * stride_exponent + b] : BIAS;
-            int32_t sum = 0;
-            for (int64_t k = 0; k < used; k++) {
-                codes[k] = from[k];
-                sum += from[k];
-            }
-            for (int64_t k = used; k < width; k++) codes[k] = 0;
-            p->offset[b * ROWS + r] = -OFFSET * sum;
-            p->factor[b * ROWS + r] = block_factor(from, used, e, 0, &p->found);
-            if (e == NAN_BLOCK) p->last[r] = NAN;
+            const int8_t *from = used ? x + r * stride_x + b * block_size : x;
+            x_code *codes = p->codes + i * width;
+            if (used == block_size) /* a constant, as a rule */
+                pack_block(codes, p->offset + i, p->factor + i, &found, from, e, block_size, width);
+            else pack_block(codes, p->offset + i, p->factor + i, &found, from, e, used, width);
+            has_nan |= e == NAN_BLOCK;
         }
+        p->last[r] = has_nan ? NAN : 0.0f;
     }
+    p->found = found;
 }
 
 /* Whether factors, and what codes become by them, are normal numbers: then products by factors are exact. */
@@ -160,7 +172,8 @@ INLINE void block_dots(
 INLINE void sum_blocks(
     lanes *sum, const panel *p, const w_code *w, const float *factor, int64_t blocks, int64_t width, const int tiles
 ) {
-    for (int i = 0; i < ROWS * tiles; i++) sum[i] = (lanes){0};
+    lanes own[ROWS * PAIR]; /* in registers, which those of the caller are not */
+    for (int i = 0; i < ROWS * tiles; i++) own[i] = (lanes){0};
     for (int64_t b = 0; b < blocks; b++) {
         lanes dot[ROWS * PAIR], of_tile;
         block_dots(
@@ -170,9 +183,10 @@ INLINE void sum_blocks(
         for (int t = 0; t < tiles; t++) {
             memcpy(&of_tile, factor + (t * blocks + b) * TILE, sizeof of_tile);
             for (int r = 0; r < ROWS; r++)
-                sum[r * tiles + t] += dot[r * tiles + t] * of_tile * p->factor[b * ROWS + r];
+                own[r * tiles + t] += dot[r * tiles + t] * of_tile * p->factor[b * ROWS + r];
         }
     }
+    for (int i = 0; i < ROWS * tiles; i++) sum[i] = own[i];
 }
 
 /* value * 2^e, rounded once. Both halves of e are exponents of normal numbers: below -252 all results are 0. */
@@ -198,6 +212,21 @@ static void sum_any_blocks(
     }
 }
 
+/* out[r, j] = sum[r * stride_sum][j] + last of its column and of its row, for some outputs of a tile. */
+INLINE void store_tile(
+    float *out, const lanes *sum, int64_t stride_sum, const float *last, const float *last_of_row, int64_t rows, int64_t M,
+    int64_t outputs
+) {
+    lanes of_tile;
+    memcpy(&of_tile, last, sizeof of_tile);
+    for (int64_t r = 0; r < rows; r++) {
+        const lanes y = sum[r * stride_sum] + (of_tile + last_of_row[r]);
+        if (outputs == TILE) memcpy(out + r * M, &y, sizeof y);
+        else
+            for (int64_t j = 0; j < outputs; j++) out[r * M + j] = y[j];
+    }
+}
+
 /* out = the sums over blocks + last: [N, M]. The scratch of each part is [blocks, ROWS, width + 2]. */
 EXPORT void qgnn_matmul_shared(
     float *out, void *scratch, const void *packed, const float *factor, const float *last, const int64_t *ranges,
@@ -220,7 +249,10 @@ EXPORT void qgnn_matmul_shared(
         for (int64_t n = panels * part / parts * ROWS; n < min_i64(N, panels * (part + 1) / parts * ROWS); n += ROWS) {
             const int64_t rows = min_i64(ROWS, N - n);
             const uint8_t *exponents = x_exponent + n * stride_xe;
-            pack_panel(&p, x + n * stride_x, exponents, rows, K, stride_x, stride_xe, block_size, width);
+            const int8_t *codes = x + n * stride_x;
+            if (block_size == 16) pack_panel(&p, codes, exponents, rows, K, stride_x, stride_xe, 16, 16);
+            else if (block_size == 32) pack_panel(&p, codes, exponents, rows, K, stride_x, stride_xe, 32, 32);
+            else pack_panel(&p, codes, exponents, rows, K, stride_x, stride_xe, block_size, width);
             const int in_range = is_in_range(p.found, all, fraction_bits);
             for (int64_t tile = 0; tile < tiles;) {
                 const int count = in_range && tile + PAIR <= tiles ? PAIR : 1;
@@ -237,12 +269,11 @@ EXPORT void qgnn_matmul_shared(
                 else if (width == 16) sum_blocks(sum, &p, w, factors, blocks, 16, PAIR);
                 else if (width == 32) sum_blocks(sum, &p, w, factors, blocks, 32, PAIR);
                 else sum_blocks(sum, &p, w, factors, blocks, width, PAIR);
-                for (int64_t r = 0; r < rows; r++) {
-                    float *y = out + (n + r) * M + m;
-                    for (int t = 0; t < count; t++)
-                        for (int64_t j = 0; j < min_i64(TILE, M - m - t * TILE); j++)
-                            y[t * TILE + j] = sum[r * count + t][j] + (last[m + t * TILE + j] + p.last[r]);
-                }
+                for (int t = 0; t < count; t++)
+                    store_tile(
+                        out + n * M + m + t * TILE, sum + t, count, last + m + t * TILE, p.last, rows, M,
+                        min_i64(TILE, M - m - t * TILE)
+                    );
                 tile += count;
             }
         }
