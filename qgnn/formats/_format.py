@@ -38,6 +38,16 @@ class Format(ABC):
         formats that they give no number of."""
         return None
 
+    @property
+    def is_integer(self) -> bool:
+        """Whether codes are integers of at most 8 bits without a zero point, which integer kernels multiply."""
+        return False
+
+    @property
+    def scales_slices(self) -> bool:
+        """Whether a slice, or with ``dim=None`` a tensor, has one scale; otherwise blocks of fixed length do."""
+        return self._block_size is None
+
     def encode(self, x: Tensor, dim: int = -1, seed: int | Tensor | None = None) -> QTensor:
         """Quantize ``x``, with scales of slices or of blocks along ``dim``.
 

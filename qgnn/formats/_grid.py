@@ -23,6 +23,11 @@ class GridFormat(Format):
         """The values of a block."""
 
     @property
+    def is_integer(self) -> bool:
+        """Whether codes are integers of at most 8 bits without a zero point, which integer kernels multiply."""
+        return self.grid.is_integer
+
+    @property
     def _block_size(self) -> int | None:
         return self.grid.block_size or None
 

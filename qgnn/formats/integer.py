@@ -38,6 +38,11 @@ class Int(Format):
         check_width("Int", "bits", self.bits, 2, 8, "; wider codes do not fit an int8 kernel")
 
     @property
+    def is_integer(self) -> bool:
+        """Whether codes have no zero point, so that integer kernels multiply them."""
+        return self.symmetric
+
+    @property
     def bits_per_value(self) -> float:
         """Bits of one code; the scale of a slice (32 bits, 64 with a zero point) comes on top, once a slice."""
         return float(self.bits)
