@@ -4,9 +4,9 @@
     quantize_shared:      x [R, C]  ->  codes [R, C] int8, exponent [R, ceil(C / G)] uint8
                           x ~ codes * 2**(exponent - 127 - fraction_bits), exponent 255 for NaN
 
-Numerics: fp32; powers of two are made from bits, a factor that may not be a normal number is applied as two. Products by
-them are exact; of affine grids each operation is rounded once. Equal in every bit to the plain PyTorch definition. Rows
-of codes lie a multiple of 16 bytes apart, and what lies in the gap is undefined.
+Numerics: fp32; powers of two are made from bits, a factor that may not be a normal number is applied as two. Products
+by them are exact; of affine grids each operation is rounded once. Equal in every bit to the plain PyTorch definition.
+Rows of codes lie a multiple of 16 bytes apart, and what lies in the gap is undefined.
 
 Oracle: qgnn.reference.quantize_dequantize, quantize_shared
 """
@@ -55,15 +55,14 @@ def clamp(x, LOW: tl.constexpr, HIGH: tl.constexpr):
 @triton.jit
 def shared_exponent(absmax_bits, ROUND_UP: tl.constexpr, MAX_EXPONENT: tl.constexpr):
     """The shared exponent + 127 of blocks with these largest magnitudes; 255 for what is not finite."""
+    bits = absmax_bits
     if ROUND_UP:  # of a denormal all that matters is whether it rounds up to a normal number: below, the clamp decides
-        exponent = (absmax_bits + tl.where(absmax_bits < 0x00800000, 0x003FFFFF, 0x007FFFFF)) >> 23
-    else:
-        exponent = absmax_bits >> 23
-    shared = tl.maximum(exponent - MAX_EXPONENT, 0)
+        bits += tl.where(absmax_bits < 0x00800000, 0x003FFFFF, 0x007FFFFF)
+    shared = tl.maximum((bits >> 23) - MAX_EXPONENT, 0)
     return tl.where(absmax_bits < _INFINITY_BITS, tl.minimum(shared, 254), 255)
 
 
-@triton.jit(do_not_specialize=["R", "size", "stream"])
+@triton.jit(do_not_specialize=["R", "stream"])
 def _quantize_grid_kernel(
     # outputs
     y_ptr,

@@ -103,7 +103,7 @@ class Grid(NamedTuple):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether elements are integers with a shared power of two: ``step`` is 1 wherever the clamp does not decide."""
+        """Whether elements are integers with a shared power of two: ``step`` is 1 unless the clamp decides."""
         return (
             not self.affine
             and self.min_exponent == self.mantissa_bits
@@ -145,3 +145,10 @@ def scale_by_power(x: Tensor, exponent: Tensor) -> Tensor:
     """``x * 2**exponent`` for integers from -252 to 254: in two steps, as one factor may not be a normal number."""
     half = exponent >> 1
     return x * power_of_two(half, x.dtype) * power_of_two(exponent - half, x.dtype)
+
+
+def shared_scale(exponent: Tensor, grid: Grid) -> Tensor:
+    """The fp32 factors of codes whose blocks have these exponents (uint8, 255 for NaN), as ``quantize_shared`` makes
+    them. All are exact: the smallest is a denormal."""
+    scale = scale_by_power(torch.ones_like(exponent, dtype=torch.float32), exponent.int() - (127 + grid.fraction_bits))
+    return scale.masked_fill_(exponent == 255, float("nan"))

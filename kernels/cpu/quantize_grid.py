@@ -13,7 +13,6 @@ import torch
 from qgnn.kernels.cpu.library import empty_codes, launch, rows_of, stream_key
 from torch import Tensor
 
-
 _INTEGERS, _FLOATS, _AFFINE = 0, 2, 3  # as in quantize_grid.c
 
 

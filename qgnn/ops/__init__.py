@@ -13,6 +13,7 @@ from qgnn.ops.blocks import blocks_pack, blocks_unpack
 from qgnn.ops.graph_linear import graph_linear
 from qgnn.ops.matmul import matmul
 from qgnn.ops.quantize import quantize
+from qgnn.ops.quantize_grid import quantize_dequantize, quantize_shared
 from qgnn.ops.sddmm import sddmm
 from qgnn.ops.softmax import attention_scores, softmax
 from qgnn.ops.spmm import spmm
@@ -33,6 +34,8 @@ __all__ = [
     "incidence_sum",
     "matmul",
     "quantize",
+    "quantize_dequantize",
+    "quantize_shared",
     "sddmm",
     "softmax",
     "spmm",
