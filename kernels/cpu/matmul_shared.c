@@ -18,68 +18,46 @@ typedef float x_code, w_code;
 enum { PAIR = 1, ALIGN = 1, OFFSET = 0 }; /* a pair's sums would take more registers than there are */
 #endif
 
-enum { TILE = 16, ROWS = 6, NAN_BLOCK = 255, BIAS = 127, DOT_BITS = 21 };
+enum { TILE = 16, ROWS = 6, NAN_BLOCK = 255, BIAS = 127 };
 
 typedef float lanes __attribute__((vector_size(4 * TILE)));
 
 INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/* 2^e for the exponents of normal numbers. */
-INLINE float power_of_two(int32_t e) { return float_of((uint32_t)(e + BIAS) << 23); }
+/* 2^e for e from -149 to 127: below -126 it is a denormal number, of one bit. */
+INLINE float power_of_two(int64_t e) { return float_of(e < 1 - BIAS ? 1u << (e + 149) : (uint32_t)(e + BIAS) << 23); }
 
 /* ---- rearranged operands ---- */
-
-/* Exponents of blocks that have other codes than 0, at the least and at the most. */
-typedef struct {
-    int64_t low, high;
-} range;
-
-/* Factor of a block: 1 if its codes are all 0, so that a block of zeros, whose exponent is the least there is, does not
- * widen the range. What is not a normal number is not used. */
-INLINE float block_factor(const int8_t *codes, int64_t n, int64_t exponent, int64_t shift, range *found) {
-    int any = 0;
-    for (int64_t k = 0; k < n; k++) any |= codes[k];
-    if (!any || exponent == NAN_BLOCK) return 1.0f;
-    found->low = min_i64(found->low, exponent);
-    found->high = max_i64(found->high, exponent);
-    return power_of_two((int32_t)max_i64(exponent - BIAS - shift, 1 - BIAS));
-}
 
 /* Where the code of column k of output j lies in its block and tile. */
 INLINE int64_t place(int64_t k, int64_t j) { return (k / ALIGN * TILE + j) * ALIGN + k % ALIGN; }
 
 /* packed: codes by tile and block, of `width` columns each; factor: 2^(exponent - 127 - fraction_bits) of its outputs,
- * [tiles, blocks, TILE]; last: what is added to the sums, the bias, and NaN where a block is, [tiles, TILE]; ranges:
- * low and high exponent of each tile. */
+ * [tiles, blocks, TILE]; last: what is added to the sums, the bias, or NaN if a block is: [tiles, TILE]. */
 EXPORT void qgnn_matmul_shared_pack(
-    void *packed, float *factor, float *last, int64_t *ranges, const int8_t *w, const uint8_t *exponent,
-    const float *bias, int64_t M, int64_t K, int64_t stride_w, int64_t stride_exponent, int64_t block_size,
-    int64_t fraction_bits, int64_t threads
+    void *packed, float *factor, float *last, const int8_t *w, const uint8_t *exponent, const float *bias, int64_t M,
+    int64_t K, int64_t stride_w, int64_t stride_exponent, int64_t block_size, int64_t fraction_bits, int64_t threads
 ) {
     const int64_t blocks = divide_up(K, block_size), width = divide_up(block_size, ALIGN) * ALIGN;
     threads = useful_threads(M * K, threads);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t tile = 0; tile < divide_up(M, TILE); tile++) {
-        range found = {BIAS, BIAS};
-        for (int64_t j = 0; j < TILE; j++) last[tile * TILE + j] = 0.0f;
+        const int64_t first = tile * TILE, outputs = min_i64(TILE, M - first);
+        for (int64_t j = 0; j < TILE; j++) last[first + j] = bias && j < outputs ? bias[first + j] : 0.0f;
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t n = min_i64(block_size, K - b * block_size);
             w_code *codes = (w_code *)packed + (tile * blocks + b) * width * TILE;
             float *factors = factor + (tile * blocks + b) * TILE;
             for (int64_t i = 0; i < width * TILE; i++) codes[i] = OFFSET;
-            for (int64_t j = 0; j < TILE; j++) factors[j] = 1.0f;
-            for (int64_t j = 0; j < min_i64(TILE, M - tile * TILE); j++) {
-                const int64_t m = tile * TILE + j;
-                const int8_t *from = w + m * stride_w + b * block_size;
-                const int64_t e = exponent[m * stride_exponent + b];
+            for (int64_t j = 0; j < TILE; j++) factors[j] = 0.0f;
+            for (int64_t j = 0; j < outputs; j++) {
+                const int8_t *from = w + (first + j) * stride_w + b * block_size;
+                const int64_t e = exponent[(first + j) * stride_exponent + b];
                 for (int64_t k = 0; k < n; k++) codes[place(k, j)] = (w_code)(from[k] + OFFSET);
-                factors[j] = block_factor(from, n, e, fraction_bits, &found);
-                if (e == NAN_BLOCK) last[m] = NAN;
+                if (e == NAN_BLOCK) last[first + j] = NAN;
+                else factors[j] = power_of_two(e - BIAS - fraction_bits);
             }
         }
-        for (int64_t j = 0; bias && j < min_i64(TILE, M - tile * TILE); j++) last[tile * TILE + j] += bias[tile * TILE + j];
-        ranges[2 * tile] = found.low;
-        ranges[2 * tile + 1] = found.high;
     }
 }
 
@@ -88,22 +66,17 @@ typedef struct {
     float *factor;   /* 2^(exponent - 127): [blocks, ROWS] */
     int32_t *offset; /* what the sums of products start with: [blocks, ROWS] */
     float last[ROWS];
-    range found;
 } panel;
 
-/* One block of one row: `used` codes and zeros up to `width`. */
-INLINE void pack_block(
-    x_code *codes, int32_t *offset, float *factor, range *found, const int8_t *from, int64_t exponent, int64_t used,
-    int64_t width
-) {
+/* One block of one row: `used` codes and zeros up to `width`. Returns what the sums of products start with. */
+INLINE int32_t pack_block(x_code *codes, const int8_t *from, int64_t used, int64_t width) {
     int32_t sum = 0;
     for (int64_t k = 0; k < used; k++) {
         codes[k] = from[k];
         sum += from[k];
     }
     for (int64_t k = used; k < width; k++) codes[k] = 0;
-    *offset = -OFFSET * sum;
-    *factor = block_factor(from, used, exponent, 0, found);
+    return -OFFSET * sum;
 }
 
 INLINE void pack_panel(
@@ -111,29 +84,20 @@ INLINE void pack_panel(
     int64_t stride_exponent, int64_t block_size, int64_t width
 ) {
     const int64_t blocks = divide_up(K, block_size);
-    range found = {BIAS, BIAS};
     for (int64_t r = 0; r < ROWS; r++) {
-        int has_nan = 0;
+        const int has_codes = r < rows;
+        p->last[r] = 0.0f;
         for (int64_t b = 0; b < blocks; b++) {
-            const int64_t i = b * ROWS + r, used = r < rows ? min_i64(block_size, K - b * block_size) : 0;
-            const int64_t e = r < rows ? exponent[r * stride_exponent + b] : BIAS;
-            const int8_t *from = used ? x + r * stride_x + b * block_size : x;
+            const int64_t i = b * ROWS + r, n = has_codes ? min_i64(block_size, K - b * block_size) : 0;
+            const int64_t e = has_codes ? exponent[r * stride_exponent + b] : 0;
+            const int8_t *from = has_codes ? x + r * stride_x + b * block_size : x;
             x_code *codes = p->codes + i * width;
-            if (used == block_size) /* a constant, as a rule */
-                pack_block(codes, p->offset + i, p->factor + i, &found, from, e, block_size, width);
-            else pack_block(codes, p->offset + i, p->factor + i, &found, from, e, used, width);
-            has_nan |= e == NAN_BLOCK;
+            /* The size of a whole block is a constant, as a rule. */
+            p->offset[i] = n == block_size ? pack_block(codes, from, block_size, width) : pack_block(codes, from, n, width);
+            p->factor[i] = e == NAN_BLOCK ? 0.0f : power_of_two(e - BIAS);
+            if (e == NAN_BLOCK) p->last[r] = NAN;
         }
-        p->last[r] = has_nan ? NAN : 0.0f;
     }
-    p->found = found;
-}
-
-/* Whether factors, and what codes become by them, are normal numbers: then products by factors are exact. */
-INLINE int is_in_range(range x, range w, int64_t fraction_bits) {
-    const int64_t shift = 2 * BIAS + fraction_bits;
-    return x.low >= 1 && w.low > fraction_bits && w.high + DOT_BITS <= 2 * BIAS + fraction_bits &&
-           x.low + w.low - shift > -BIAS && x.high + w.high + DOT_BITS - shift <= BIAS;
 }
 
 /* ---- products ---- */
@@ -168,7 +132,7 @@ INLINE void block_dots(
 #endif
 }
 
-/* Sums over the blocks, if all factors are in range. */
+/* Sums over the blocks: sum[r * tiles + t]. */
 INLINE void sum_blocks(
     lanes *sum, const panel *p, const w_code *w, const float *factor, int64_t blocks, int64_t width, const int tiles
 ) {
@@ -189,29 +153,6 @@ INLINE void sum_blocks(
     for (int i = 0; i < ROWS * tiles; i++) sum[i] = own[i];
 }
 
-/* value * 2^e, rounded once. Both halves of e are exponents of normal numbers: below -252 all results are 0. */
-INLINE float scaled(float value, int32_t e) {
-    e = e < -252 ? -252 : e;
-    return value * power_of_two(e >> 1) * power_of_two(e - (e >> 1));
-}
-
-/* The same of one tile for any exponents: those of the rows and of the outputs of the tile, which may be fewer. */
-static void sum_any_blocks(
-    lanes *sum, const panel *p, const w_code *w, int64_t blocks, int64_t width, const uint8_t *x_exponent, int64_t rows,
-    int64_t stride_x, const uint8_t *w_exponent, int64_t outputs, int64_t stride_w, int64_t fraction_bits
-) {
-    for (int r = 0; r < ROWS; r++) sum[r] = (lanes){0};
-    for (int64_t b = 0; b < blocks; b++) {
-        lanes dot[ROWS];
-        int32_t e[TILE] = {0};
-        block_dots(dot, p->codes + b * ROWS * width, p->offset + b * ROWS, w + b * width * TILE, 0, width, 1);
-        for (int64_t j = 0; j < outputs; j++)
-            e[j] = w_exponent[j * stride_w + b] - (int32_t)(2 * BIAS + fraction_bits);
-        for (int64_t r = 0; r < rows; r++)
-            for (int j = 0; j < TILE; j++) sum[r][j] += scaled(dot[r][j], e[j] + x_exponent[r * stride_x + b]);
-    }
-}
-
 /* out[r, j] = sum[r * stride_sum][j] + last of its column and of its row, for some outputs of a tile. */
 INLINE void store_tile(
     float *out, const lanes *sum, int64_t stride_sum, const float *last, const float *last_of_row, int64_t rows, int64_t M,
@@ -229,18 +170,12 @@ INLINE void store_tile(
 
 /* out = the sums over blocks + last: [N, M]. The scratch of each part is [blocks, ROWS, width + 2]. */
 EXPORT void qgnn_matmul_shared(
-    float *out, void *scratch, const void *packed, const float *factor, const float *last, const int64_t *ranges,
-    const int8_t *x, const uint8_t *x_exponent, const uint8_t *w_exponent, int64_t N, int64_t M, int64_t K,
-    int64_t stride_x, int64_t stride_xe, int64_t stride_we, int64_t block_size, int64_t fraction_bits, int64_t parts,
-    int64_t threads
+    float *out, void *scratch, const void *packed, const float *factor, const float *last, const int8_t *x,
+    const uint8_t *exponent, int64_t N, int64_t M, int64_t K, int64_t stride_x, int64_t stride_exponent,
+    int64_t block_size, int64_t parts, int64_t threads
 ) {
     const int64_t blocks = divide_up(K, block_size), width = divide_up(block_size, ALIGN) * ALIGN;
     const int64_t tiles = divide_up(M, TILE), panels = divide_up(N, ROWS);
-    range all = {BIAS, BIAS};
-    for (int64_t tile = 0; tile < tiles; tile++) {
-        all.low = min_i64(all.low, ranges[2 * tile]);
-        all.high = max_i64(all.high, ranges[2 * tile + 1]);
-    }
     threads = useful_threads(N * M * blocks, threads);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
     for (int64_t part = 0; part < parts; part++) {
@@ -248,24 +183,18 @@ EXPORT void qgnn_matmul_shared(
         panel p = {.factor = own, .offset = (int32_t *)own + blocks * ROWS, .codes = (x_code *)(own + 2 * blocks * ROWS)};
         for (int64_t n = panels * part / parts * ROWS; n < min_i64(N, panels * (part + 1) / parts * ROWS); n += ROWS) {
             const int64_t rows = min_i64(ROWS, N - n);
-            const uint8_t *exponents = x_exponent + n * stride_xe;
             const int8_t *codes = x + n * stride_x;
-            if (block_size == 16) pack_panel(&p, codes, exponents, rows, K, stride_x, stride_xe, 16, 16);
-            else if (block_size == 32) pack_panel(&p, codes, exponents, rows, K, stride_x, stride_xe, 32, 32);
-            else pack_panel(&p, codes, exponents, rows, K, stride_x, stride_xe, block_size, width);
-            const int in_range = is_in_range(p.found, all, fraction_bits);
-            for (int64_t tile = 0; tile < tiles;) {
-                const int count = in_range && tile + PAIR <= tiles ? PAIR : 1;
+            const uint8_t *e = exponent + n * stride_exponent;
+            if (block_size == 16) pack_panel(&p, codes, e, rows, K, stride_x, stride_exponent, 16, 16);
+            else if (block_size == 32) pack_panel(&p, codes, e, rows, K, stride_x, stride_exponent, 32, 32);
+            else pack_panel(&p, codes, e, rows, K, stride_x, stride_exponent, block_size, width);
+            for (int64_t tile = 0; tile < tiles; tile += PAIR) {
+                const int count = tile + PAIR <= tiles ? PAIR : 1;
                 const w_code *w = (const w_code *)packed + tile * blocks * width * TILE;
                 const float *factors = factor + tile * blocks * TILE;
                 const int64_t m = tile * TILE;
                 lanes sum[ROWS * PAIR];
-                if (!in_range)
-                    sum_any_blocks(
-                        sum, &p, w, blocks, width, exponents, rows, stride_xe, w_exponent + m * stride_we,
-                        min_i64(TILE, M - m), stride_we, fraction_bits
-                    );
-                else if (count == 1) sum_blocks(sum, &p, w, factors, blocks, width, 1);
+                if (count < PAIR) sum_blocks(sum, &p, w, factors, blocks, width, 1);
                 else if (width == 16) sum_blocks(sum, &p, w, factors, blocks, 16, PAIR);
                 else if (width == 32) sum_blocks(sum, &p, w, factors, blocks, 32, PAIR);
                 else sum_blocks(sum, &p, w, factors, blocks, width, PAIR);
@@ -274,7 +203,6 @@ EXPORT void qgnn_matmul_shared(
                         out + n * M + m + t * TILE, sum + t, count, last + m + t * TILE, p.last, rows, M,
                         min_i64(TILE, M - m - t * TILE)
                     );
-                tile += count;
             }
         }
     }

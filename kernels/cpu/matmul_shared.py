@@ -1,10 +1,9 @@
 """The dense product of int8 codes whose blocks of columns share a power of two, on a CPU.
 
-    y[n, m] = sum_b 2**(x_exponent[n, b] + w_exponent[m, b] - 254 - fraction_bits) * dot[n, m, b] + bias[m]
+    y[n, m] = sum_b dot[n, m, b] * 2**(w_exponent[m, b] - 127 - fraction_bits) * 2**(x_exponent[n, b] - 127) + bias[m]
 
-Numerics: the dot product of a block is exact; times its power of two it is rounded once, if it is no normal number; sums
-are made in order of the blocks. Equal to the reference in every bit, with and without the CPU's instructions for
-products of bytes.
+Numerics: the dot product of a block is exact; it is multiplied by one factor after the other, and sums are made in order
+of the blocks. Equal to the reference in every bit, with and without the CPU's instructions for products of bytes.
 
 Oracle: qgnn.reference.matmul_shared
 """
@@ -29,7 +28,7 @@ def matmul_shared(
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """``y = x w^T + bias``; the parameters are those of :func:`qgnn.reference.matmul_shared`."""
-    check_shared(x_q, x_exponent, w_q, w_exponent, block_size)
+    check_shared(x_q, x_exponent, w_q, w_exponent, block_size, fraction_bits)
     (N, K), M = x_q.shape, w_q.shape[0]
     out = torch.empty((N, M))
     if out.numel() == 0:
@@ -42,14 +41,10 @@ def matmul_shared(
     packed = torch.empty((tiles, blocks, width, _TILE), dtype=torch.int32)
     scratch = torch.empty((PARTS, blocks, _ROWS, width + 2), dtype=torch.int32)
     factor, last = torch.empty((tiles, blocks, _TILE)), torch.empty((tiles, _TILE))
-    ranges = torch.empty((tiles, 2), dtype=torch.int64)
-    strides = (x_q.stride(0), x_exponent.stride(0), w_exponent.stride(0))
-    launch(
-        "qgnn_matmul_shared_pack", packed, factor, last, ranges, w_q, w_exponent, bias, M, K, w_q.stride(0),
-        w_exponent.stride(0), block_size, fraction_bits,
-    )  # fmt: skip
-    launch(
-        "qgnn_matmul_shared", out, scratch, packed, factor, last, ranges, x_q, x_exponent, w_exponent, N, M, K, *strides,
-        block_size, fraction_bits, PARTS,
-    )  # fmt: skip
+    strides = (w_q.stride(0), w_exponent.stride(0))
+    sizes = (block_size, fraction_bits)
+    launch("qgnn_matmul_shared_pack", packed, factor, last, w_q, w_exponent, bias, M, K, *strides, *sizes)
+    operands = (out, scratch, packed, factor, last, x_q, x_exponent)
+    strides = (x_q.stride(0), x_exponent.stride(0))
+    launch("qgnn_matmul_shared", *operands, N, M, K, *strides, block_size, PARTS)
     return out.to(out_dtype)
