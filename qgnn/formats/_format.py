@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from math import prod
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
+from qgnn.packing import Layout
 from qgnn.qtensor import QTensor
+from qgnn.reference._common import row_chunks
+from qgnn.rng import make_seed
+
+Encoded = tuple[Tensor, Tensor, Tensor | None]
+AnyFormat = TypeVar("AnyFormat", bound="Format")
 
 
 class Format(ABC):
@@ -48,62 +57,53 @@ class Format(ABC):
         """Whether a slice, or with ``dim=None`` a tensor, has one scale; otherwise blocks of fixed length do."""
         return self._block_size is None
 
-    def encode(self, x: Tensor, dim: int = -1, seed: int | Tensor | None = None) -> QTensor:
+    def encode(self, x: Tensor, dim: int | None = -1, seed: int | Tensor | None = None) -> QTensor:
         """Quantize ``x``, with scales of slices or of blocks along ``dim``.
-
-        Temporaries stay below about 64 MiB, however large ``x`` is, but for slices that are longer than that, and for
-        a copy where ``dim`` is neither the first nor the last of several dimensions.
 
         Args:
             x: Values of any floating type and shape with at least one dimension.
             dim: The dimension along which values share a scale: that over which a product sums. Packed codes fill
-                whole bytes along it.
+                whole bytes along it. ``None``, for formats without blocks: one scale for the whole tensor.
             seed: A seed for stochastic rounding; ``None`` rounds to nearest.
 
         Raises:
             TypeError: If ``x`` is not a floating-point tensor.
-            ValueError: If ``x`` is a scalar.
+            ValueError: If ``x`` is a scalar, or ``dim`` is ``None`` for a format with blocks.
         """
-        owner = f"{type(self).__name__}.encode"
-        if not x.is_floating_point():
-            raise TypeError(f"'{owner}' expects a floating-point tensor (got {x.dtype}); convert it with 'x.float()'")
-        if x.dim() == 0:
-            raise ValueError(f"'{owner}' expects a tensor with at least one dimension (got a scalar)")
-        values = x.detach().movedim(dim, -1)
-        rows = values.reshape(prod(values.shape[:-1]), values.shape[-1])
-        from_end = dim if dim < 0 else dim - x.dim()
+        moved, rows = self._rows("encode", x.detach() if isinstance(x, Tensor) else x, dim)
+        codes, scales, zero = self._encode_rows(rows, None if seed is None else make_seed(seed, x.device))
+        from_end = -1 if dim is None else dim - x.dim() * (dim >= 0)
         layout = self._layout(tuple(x.shape), from_end)
-        storage, scales, zero = self._encode(rows, layout, None if seed is None else make_seed(seed, x.device))
+        storage = _stored(codes.view(x.shape).flatten(0, -2) if dim is None and x.dim() > 1 else codes, layout)
 
         def restored(t: Tensor) -> Tensor:
-            return t.reshape(*values.shape[:-1], t.shape[-1]).movedim(-1, from_end)
+            return t.reshape(*moved.shape[:-1], t.shape[-1]).movedim(-1, from_end)
+
+        def restored_scale(t: Tensor) -> Tensor:
+            return t.reshape((1,) * x.dim()) if dim is None else restored(t)
 
         return QTensor(
             restored(storage),
-            restored(scales),
-            None if zero is None else restored(zero),
+            restored_scale(scales),
+            None if zero is None else restored_scale(zero),
             block_size=self._block_size,
             dtype=x.dtype,
             layout=layout,
+            name=str(self),
         )
 
-    def _encode(self, rows: Tensor, layout: Layout, seed: Tensor | None) -> Encoded:
-        """What is stored of a matrix."""
-        R, F = rows.shape
-        if rows.numel() == 0:  # its types and widths are those of a matrix that has elements
-            storage, scales, zero = self._encode(rows.new_zeros(1, 1), layout, None)
-            width = scales.shape[1] if self._block_size is None else 0
-
-            def nothing(t: Tensor, columns: int) -> Tensor:
-                return t.new_zeros(1, dtype=t.dtype)
-
-        step = max(1, _CHUNK // F)
-        parts = []
-        for first in range(0, R, step):
-            part = rows[first : first + step].float()
-            bits16 = None if seed is None else random_bits16(first, part.shape[0], F, seed)
-            codes, scales, zero = self._encode_rows(part, bits16)
-            parts.append((layout.store(codes), scales, zero))
+    def _rows(self, name: str, x: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
+        """``x`` with the dimension that scales lie along as its last one, and as a matrix."""
+        owner = f"{type(self).__name__}.{name}"
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"'{owner}' expects a floating-point tensor (got {kind}); convert it with 'x.float()'")
+        if x.dim() == 0:
+            raise ValueError(f"'{owner}' expects a tensor with at least one dimension (got a scalar)")
+        if dim is None and not self.scales_slices:
+            raise ValueError(f"'{owner}' expects the 'dim' that its blocks lie along (got None); give dim=-1")
+        moved = x if dim is None else x.movedim(dim, -1)
+        return moved, moved.reshape(1, -1) if dim is None else moved.reshape(prod(moved.shape[:-1]), moved.shape[-1])
 
     @property
     def _block_size(self) -> int | None:
@@ -115,9 +115,9 @@ class Format(ABC):
         """How codes of values of a shape, along a dimension counted from the end, are stored."""
 
     @abstractmethod
-    def _encode_rows(self, rows: Tensor, bits16: Tensor | None) -> Encoded:
-        """Codes ``[R, F]`` (integers, or the values of floating-point ones, of any type), scales ``[R, B]`` as they are
-        stored, and zero points, of fp32 rows with at least one element."""
+    def _encode_rows(self, rows: Tensor, seed: Tensor | None) -> Encoded:
+        """Codes ``[R, F]`` (integers, or the values of floating-point ones), scales ``[R, B]`` as they are stored, and
+        zero points of a matrix."""
 
     @abstractmethod
     def with_bits(self, bits: int) -> Format:
@@ -135,9 +135,35 @@ class Format(ABC):
         """The values that the codes stand for, in the type that was encoded."""
         return q.dequantize()
 
-    def quantize(self, x: Tensor, dim: int = -1, seed: int | Tensor | None = None) -> Tensor:
-        """``decode(encode(x))``: ``x`` with the error of this format."""
-        return self.decode(self.encode(x, dim, seed))
+    def quantize(self, x: Tensor, dim: int | None = -1, seed: int | Tensor | None = None) -> Tensor:
+        """Fake quantization: the values of ``decode(encode(x))``, with the gradient of the identity.
+
+        Args:
+            x: Values of any floating type and shape with at least one dimension.
+            dim: As in :meth:`encode`.
+            seed: As in :meth:`encode`.
+
+        Raises:
+            TypeError: If ``x`` is not a floating-point tensor.
+            ValueError: If ``x`` is a scalar, or ``dim`` is ``None`` for a format with blocks.
+        """
+        return _StraightThrough.apply(x, self, dim, seed)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fmt: Format, dim: int | None, seed: int | Tensor | None) -> Tensor:
+        return fmt.decode(fmt.encode(x, dim, seed))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None, None
+
+
+def _stored(codes: Tensor, layout: Layout) -> Tensor:
+    """Codes as they are stored, packed by parts."""
+    parts = [layout.store(codes[rows]) for rows in row_chunks(*codes.shape)]
+    return torch.cat(parts) if len(parts) > 1 else (parts[0] if parts else layout.store(codes))
 
 
 def check_width(owner: str, name: str, value: object, low: int, high: int, why: str = "") -> None:
@@ -155,11 +181,11 @@ def check_kind(owner: str, kind: object, kinds: tuple[str, ...]) -> None:
         raise error(f"'{owner}' expects 'kind' to be one of {kinds} (got {kind!r})")
 
 
-def only_width(fmt: Format, bits: int) -> Format:
+def only_width(fmt: AnyFormat, bits: int) -> AnyFormat:
     """``fmt``, which exists in one width, if that is the one asked for."""
     if bits != fmt.bits:
         raise ValueError(
-            f"'{fmt}' has codes of {fmt.bits} bits only (got {bits}); formats with a choice of widths are Int, FixedPoint "
-            f"and MSFP"
+            f"'{fmt}' has codes of {fmt.bits} bits only (got {bits}); formats with a choice of widths are Int, "
+            f"FixedPoint and MSFP"
         )
     return fmt

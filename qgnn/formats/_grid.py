@@ -7,8 +7,12 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from qgnn.formats._format import Encoded, Format, round_to_float, round_to_integer
+from qgnn import ops
+from qgnn.formats._format import Encoded, Format
 from qgnn.packing import Layout
+from qgnn.reference._common import row_chunks
+from qgnn.reference.grids import affine_codes, bits_of_rows, elements, from_blocks, to_blocks
+from qgnn.rng import make_seed
 from qgnn.rounding import Grid
 
 _POISON = 255  # code of a NaN scale in E8M0, which stores exponents with 127 added
@@ -31,9 +35,14 @@ class GridFormat(Format):
     def _block_size(self) -> int | None:
         return self.grid.block_size or None
 
+    @property
+    def _is_integer_grid(self) -> bool:
+        """Whether codes are integers, of whatever width."""
+        return self.grid.affine or self.grid.is_uniform
+
     def _layout(self, shape: tuple[int, ...], dim: int) -> Layout:
         grid = self.grid
-        is_float = grid.min_exponent != grid.mantissa_bits
+        is_float = not self._is_integer_grid
         return Layout(
             self.bits,
             shape,
@@ -43,48 +52,33 @@ class GridFormat(Format):
             fraction_bits=grid.fraction_bits,
         )
 
-    def _encode_rows(self, rows: Tensor, bits16: Tensor | None) -> Encoded:
+    def _encode_rows(self, rows: Tensor, seed: Tensor | None) -> Encoded:
         grid = self.grid
-        if grid.affine:
-            return _affine(rows, grid, bits16)
-        block = grid.block_size or rows.shape[1]
-        width = rows.shape[1]
-        values = torch.nn.functional.pad(rows, (0, -width % block)).unflatten(1, (-1, block))
-        largest = values.abs().amax(2)
-        fraction, exponent = torch.frexp(largest)
-        # frexp's fraction is from 1/2 to below 1, so its exponent is the logarithm rounded up, but for powers of two.
-        exponent -= (fraction == 0.5) | (fraction == 0) if grid.round_up else 1
-        shared = (exponent - grid.max_exponent).clamp_(-127, 127)
-        shared = torch.where(largest == 0, -127, shared)
-        finite = largest < float("inf")
-        down = torch.where(finite, grid.fraction_bits - shared, 0)
-        half = down >> 1  # no fp32 number is 2**142, the inverse of the smallest unit
-        codes = (values * _power_of_two(half)[:, :, None] * _power_of_two(down - half)[:, :, None]).flatten(1)
-        codes = codes[:, :width]
-        if grid.min_exponent == grid.mantissa_bits:
-            codes = round_to_integer(codes, bits16)
-        else:
-            codes = round_to_float(codes, grid.mantissa_bits, grid.min_exponent, bits16)
-        codes.clamp_(grid.low, grid.high)
-        if grid.block_size:
-            scales = torch.where(finite, shared + 127, _POISON).to(torch.uint8).view(torch.float8_e8m0fnu)
-            poisoned = (~finite).repeat_interleave(block, 1)[:, :width]
-        else:
-            poisoned = ~finite
-            scales = (_power_of_two(shared) * 2.0**-grid.fraction_bits).masked_fill_(poisoned, float("nan"))
-        return codes.masked_fill_(poisoned, 0), scales, None
+        if grid.is_integer:
+            codes, exponent = ops.quantize_shared(rows, seed, 0, *grid)
+            scales = exponent.view(torch.float8_e8m0fnu)
+            return codes, scales if grid.block_size else scales.float() * 2.0**-grid.fraction_bits, None
+        num_rows, width = rows.shape
+        num_blocks = -(-width // grid.block_size) if grid.block_size else 1
+        codes = rows.new_empty((num_rows, width), dtype=torch.int16 if self._is_integer_grid else torch.float32)
+        scales = rows.new_zeros((num_rows, num_blocks), dtype=torch.float32 if grid.affine else torch.uint8)
+        zero = rows.new_zeros((num_rows, num_blocks), dtype=torch.float32) if grid.affine else None
+        size = min(grid.block_size or width, width)
+        for part in row_chunks(num_rows, width) if width else ():
+            blocks, bits16 = to_blocks(rows[part].float(), size), bits_of_rows(part, width, size, seed)
+            if zero is not None:
+                values, scale, low = affine_codes(blocks, grid, bits16)
+                zero[part] = low.squeeze(2)
+            else:
+                values, shared, poisoned = elements(blocks, grid, bits16)
+                scale = (shared + 127).masked_fill_(poisoned, _POISON).to(torch.uint8)
+            codes[part], scales[part] = from_blocks(values, width).to(codes.dtype), scale.squeeze(2)
+        if not grid.affine:
+            scales = scales.view(torch.float8_e8m0fnu)
+        return codes, scales if grid.block_size else scales.float(), zero
 
-
-def _affine(rows: Tensor, grid: Grid, bits16: Tensor | None) -> Encoded:
-    low, high = rows.aminmax(dim=1, keepdim=True)
-    spread, last = high - low, grid.high - grid.low
-    inverse = torch.where(spread > 1e-30, torch.full_like(spread, last) / spread, 0.0)
-    codes = round_to_integer((rows - low) * inverse, bits16).clamp_(0, last)
-    finite = spread < float("inf")
-    scales = (spread / torch.full_like(spread, last)).masked_fill_(~finite, float("nan"))
-    return codes.masked_fill_(~finite, 0), scales, low
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """``2**exponent`` in fp32, for integers from -127 to 127."""
-    return (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu).float()
+    def quantize(self, x: Tensor, dim: int | None = -1, seed: int | Tensor | None = None) -> Tensor:
+        """Fake quantization in one pass over the values; see :meth:`Format.quantize`."""
+        moved, rows = self._rows("quantize", x, dim)
+        rounded = ops.quantize_dequantize(rows, None if seed is None else make_seed(seed, x.device), 0, *self.grid)
+        return rounded.view(moved.shape) if dim is None else rounded.view(moved.shape).movedim(-1, dim)

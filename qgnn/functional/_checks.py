@@ -52,9 +52,7 @@ def epilogue_of(
     return Epilogue(relu, threshold, make_seed(seed, tensors[0].device) if threshold else None, keep)
 
 
-def apply_epilogue(
-    owner: str, y: Tensor, activation: str | None, dropout: float, seed: int | Tensor | None
-) -> Tensor:
+def apply_epilogue(owner: str, y: Tensor, activation: str | None, dropout: float, seed: int | Tensor | None) -> Tensor:
     """The epilogue of a call, in a pass of its own behind its result ``y``."""
     relu, threshold, dropout_seed, keep = epilogue_of(owner, activation, dropout, seed, y)
     if not (relu or threshold):

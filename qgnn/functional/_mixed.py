@@ -1,8 +1,8 @@
 """Products whose operands have formats of their own.
 
 Of a product ``y = x w^T`` each operand is rounded along the dimension that is summed over: ``x`` and ``w`` along the
-features, for ``dx = g w`` the gradient ``g`` and ``w`` along the outputs, for ``dw = g^T x`` both along the rows. What is
-kept of ``x`` for ``dw`` are packed codes: those of the forward pass where rows have a scale each, which the product
+features, for ``dx = g w`` the gradient ``g`` and ``w`` along the outputs, for ``dw = g^T x`` both along the rows. What
+is kept of ``x`` for ``dw`` are packed codes: those of the forward pass where rows have a scale each, which the product
 folds into ``g``; else ``x`` rounded once more, along its rows.
 """
 
@@ -59,10 +59,12 @@ def plan_of(config: QConfig, x: Tensor | QTensor) -> Plan:
     values = x.origin if isinstance(x, QTensor) else x
     learns = values is not None and values.requires_grad
     return Plan(
-        config.format_of("activations" if learns else "features"),
-        *(config.format_of(name) for name in ("weights", "output_gradient", "weight_gradient")),
-        config.granularity,
-        config.keeps_codes,
+        x=config.format_of("activations" if learns else "features"),
+        weight=config.format_of("weights"),
+        grad=config.format_of("output_gradient"),
+        weight_grad=config.format_of("weight_gradient"),
+        granularity=config.granularity,
+        keeps_codes=config.keeps_codes,
     )
 
 

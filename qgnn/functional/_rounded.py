@@ -47,7 +47,9 @@ def message_rows(
         if x.origin is None:
             return (x, None) if is_row_coded(x) else (x.dequantize(), None)
         x = x.origin
-    kernel = replace(config, fmt=grad, bits=grad.bits, components=()) if _is_int(grad) and _is_int(fmt) else None
+    kernel = None
+    if grad is not None and _is_int(grad) and _is_int(fmt):
+        kernel = replace(config, fmt=grad, bits=grad.bits, components=())
     if fmt is None or not fmt.is_integer or x.dim() != 2:
         return rounded(x, fmt, config.granularity, stream_of(seed, _MESSAGES + number)), None
     rows = round_rows(x.detach(), fmt, config.granularity, stream_of(seed, _MESSAGES + number))

@@ -255,8 +255,8 @@ class _Call:
             )
         if config is not None and config.format_of("attention") is not None:
             raise ValueError(
-                f"'{owner}' keeps its weights in registers, in full precision (got a format for 'attention' in 'config'); "
-                f"attention layers round them, as do 'edge_softmax', 'QConfig.only(...)' and 'spmm' one by one"
+                f"'{owner}' keeps its weights in registers, in full precision (got a format for 'attention' in "
+                f"'config'); layers round them, and so do 'edge_softmax' and 'spmm' one after the other"
             )
         self.owner, self.seed, self.threshold = owner, seed, dropout_threshold(dropout)
         self.config = self.mixed = None

@@ -37,8 +37,8 @@ def quantize(
     A :class:`qgnn.QConfig` uses the fused kernels, with its granularity and rounding, or the format of its component
     ``"features"`` where it has formats by component; a format of :mod:`qgnn.formats` encodes along the last dimension,
     and rounds at random only if a ``seed`` is given. Constant input features can be quantized once and passed to layers
-    in place of ``x``; a config of a format with blocks then stores them twice, with blocks along either dimension, since
-    the gradient of a weight sums over the rows.
+    in place of ``x``; a config of a format with blocks then stores them twice, with blocks along either dimension,
+    since the gradient of a weight sums over the rows.
 
     Args:
         x: Values.
@@ -81,8 +81,8 @@ def quantize(
     leading = (1,) * (x.dim() - 1) if config.granularity == "tensor" else x.shape[:-1]
     blocks = config.save if passes_on and isinstance(config.save, Blocks) else None
     return QTensor(
-        codes=codes.view(x.shape),
-        scale=scale.view(*leading, scale.shape[-1] if per_block else 1),
+        codes.view(x.shape),
+        scale.view(*leading, scale.shape[-1] if per_block else 1),
         block_size=config.block_size if per_block else None,
         dtype=x.dtype,
         origin=x if passes_on else None,

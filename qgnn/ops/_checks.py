@@ -258,7 +258,7 @@ def _check_type(owner: str, name: str, t: Tensor, arguments: Mapping[str, Any]) 
     elif name in _BYTES:
         if t.dtype != torch.uint8:
             raise TypeError(f"'{owner}' expects '{name}' in torch.uint8, as {_BYTES[name]} made it (got {t.dtype})")
-    elif any(arguments.get(of.get(name)) is not None for of in (_SCALES, _EXPONENTS)):
+    elif any(arguments.get(of[name]) is not None for of in (_SCALES, _EXPONENTS) if name in of):
         if t.dtype != torch.int8:
             raise TypeError(f"'{owner}' expects '{name}' as int8 codes, since it has a scale (got {t.dtype})")
     elif name.endswith("exponent"):

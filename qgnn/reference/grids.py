@@ -14,13 +14,14 @@ _BIAS = 127
 _SMALLEST_RANGE = 1e-30
 
 
-def _to_blocks(x: Tensor, size: int) -> Tensor:
+def to_blocks(x: Tensor, size: int) -> Tensor:
     """[R, C] -> [R, B, size]; the last column is repeated, which changes no extremum."""
     missing = -x.shape[1] % size
     return torch.cat([x, x[:, -1:].expand(-1, missing)], 1).unflatten(1, (-1, size))
 
 
-def _from_blocks(blocks: Tensor, width: int) -> Tensor:
+def from_blocks(blocks: Tensor, width: int) -> Tensor:
+    """[R, B, size] -> [R, C]."""
     return blocks.flatten(1)[:, :width]
 
 
@@ -39,31 +40,39 @@ def _shared_exponent(absmax: Tensor, grid: Grid) -> Tensor:
     return shared.masked_fill_(absmax == 0, -_BIAS)
 
 
-def _elements(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def elements(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Elements [R, B, G] in units of their block, its shared exponent and whether it is poisoned: [R, B, 1]."""
     absmax = blocks.abs().amax(2, keepdim=True)
     poisoned = ~(absmax < float("inf"))
     shared = _shared_exponent(absmax.masked_fill(poisoned, 0.0), grid)
     t = scale_by_power(blocks.masked_fill(poisoned, 0.0), grid.fraction_bits - shared)
+    return round_elements(t, grid, bits16), shared, poisoned
+
+
+def round_elements(t: Tensor, grid: Grid, bits16: Tensor | None) -> Tensor:
+    """The elements of a grid with a shared power of two that values in units of their block become."""
     exponent = (torch.frexp(t).exponent - 1).clamp_min(grid.min_exponent) - grid.mantissa_bits
     rounded = power_of_two(exponent, t.dtype) * _round(t * power_of_two(-exponent, t.dtype), bits16)
-    return rounded.clamp(grid.low, grid.high), shared, poisoned
+    return rounded.clamp(grid.low, grid.high)
 
 
-def _affine_values(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> Tensor:
+def affine_codes(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [R, B, G] of an affine grid, from 0 on, the step between them, NaN where a block is poisoned, and the value
+    of code 0: [R, B, 1]."""
     low, high = blocks.aminmax(dim=2, keepdim=True)
     width = high - low
     levels = torch.full_like(width, grid.high - grid.low)  # a division by a number is not rounded once on every device
     inverse = torch.where(width > _SMALLEST_RANGE, levels / width, 0.0)
-    codes = _round((blocks - low) * inverse, bits16).clamp(0.0, grid.high - grid.low)
-    return (codes * (width / levels) + low).masked_fill(~(width < float("inf")), float("nan"))
+    poisoned = ~(width < float("inf"))
+    codes = _round((blocks - low) * inverse, bits16).clamp(0.0, grid.high - grid.low).masked_fill(poisoned, 0.0)
+    return codes, (width / levels).masked_fill(poisoned, float("nan")), low
 
 
-def _bits_of_rows(rows: slice, width: int, size: int, seed: Tensor | None) -> Tensor | None:
+def bits_of_rows(rows: slice, width: int, size: int, seed: Tensor | None) -> Tensor | None:
     """The random bits of so many rows in blocks."""
     if seed is None:
         return None
-    return _to_blocks(random_bits16(rows.start, rows.stop - rows.start, width, seed), size)
+    return to_blocks(random_bits16(rows.start, rows.stop - rows.start, width, seed), size)
 
 
 def quantize_dequantize(x: Tensor, grid: Grid, *, seed: Tensor | None = None, stream: int = 0) -> Tensor:
@@ -83,13 +92,14 @@ def quantize_dequantize(x: Tensor, grid: Grid, *, seed: Tensor | None = None, st
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     size, seed = min(grid.block_size or width, width), stream_seed(seed, stream)
     for rows in row_chunks(num_rows, width) if width else ():
-        blocks, bits16 = _to_blocks(x[rows].to(compute_dtype(x)), size), _bits_of_rows(rows, width, size, seed)
+        blocks, bits16 = to_blocks(x[rows].to(compute_dtype(x)), size), bits_of_rows(rows, width, size, seed)
         if grid.affine:
-            values = _affine_values(blocks, grid, bits16)
+            codes, step, low = affine_codes(blocks, grid, bits16)
+            values = codes * step + low
         else:
-            elements, shared, poisoned = _elements(blocks, grid, bits16)
-            values = scale_by_power(elements, shared - grid.fraction_bits).masked_fill_(poisoned, float("nan"))
-        out[rows] = _from_blocks(values, width).to(x.dtype)
+            values_in_units, shared, poisoned = elements(blocks, grid, bits16)
+            values = scale_by_power(values_in_units, shared - grid.fraction_bits).masked_fill_(poisoned, float("nan"))
+        out[rows] = from_blocks(values, width).to(x.dtype)
     return out
 
 
@@ -114,8 +124,8 @@ def quantize_shared(x: Tensor, grid: Grid, *, seed: Tensor | None = None, stream
     exponent = torch.zeros((num_rows, num_blocks), dtype=torch.uint8, device=x.device)
     size, seed = min(grid.block_size or width, width), stream_seed(seed, stream)
     for rows in row_chunks(num_rows, width) if width else ():
-        blocks, bits16 = _to_blocks(x[rows].to(compute_dtype(x)), size), _bits_of_rows(rows, width, size, seed)
-        elements, shared, poisoned = _elements(blocks, grid, bits16)
-        codes[rows] = _from_blocks(elements, width).to(torch.int8)
+        blocks, bits16 = to_blocks(x[rows].to(compute_dtype(x)), size), bits_of_rows(rows, width, size, seed)
+        values_in_units, shared, poisoned = elements(blocks, grid, bits16)
+        codes[rows] = from_blocks(values_in_units, width).to(torch.int8)
         exponent[rows] = (shared + _BIAS).masked_fill_(poisoned, _NAN_EXPONENT).squeeze(2).to(torch.uint8)
     return codes, exponent
