@@ -100,6 +100,18 @@ def matmul(num_inputs: int, num_outputs: int) -> Config:
     }
 
 
+def matmul_shared(block_size: int, num_outputs: int) -> Config:
+    """Product of blocks with exponents of their own: beside each sum its block's product, 32 of both a thread. Left to
+    itself, the assembler aims at 168 registers on sm_100, and keeps some on the stack."""
+    return {
+        "BLOCK_N": 64,
+        "BLOCK_M": _power_of_two(num_outputs, 16, 64),
+        "BLOCK_K": _power_of_two(block_size, 16, 128),
+        **_options(4, num_stages=2),
+        "maxnreg": 255,
+    }
+
+
 REQUANTIZE_MAX_OUTPUTS = 256  # the widest output row that one program of the requantizing product holds
 
 

@@ -32,6 +32,9 @@ class QTensor:
         packed: The :class:`qgnn.ops.Packed` rows that products keep in place of the codes, the same for all of them;
             ``None``: each its own, if any.
         layout: How codes lie in ``storage``; ``None`` for one stored number a code.
+        columns: The same values once more as ``[F, N]``, with codes and scales along ``N``: what products of formats
+            with blocks need for the gradient of their weight.
+        name: Of the format, for traces.
     """
 
     storage: Tensor
@@ -42,6 +45,8 @@ class QTensor:
     origin: Tensor | None = None
     packed: Any = None
     layout: Layout | None = None
+    columns: QTensor | None = None
+    name: str = "int8"
 
     @property
     def codes(self) -> Tensor:
@@ -87,13 +92,28 @@ class QTensor:
         storage = self.storage.unbind()
         rows = zip(storage, *map(parts, (self.scales, self.zero, self.origin)), strict=True)
         return tuple(
-            replace(self, storage=c, scales=s, zero=z, origin=o, packed=None, layout=layout) for c, s, z, o in rows
+            replace(self, storage=c, scales=s, zero=z, origin=o, packed=None, layout=layout, columns=None)
+            for c, s, z, o in rows
         )
+
+    def part(self, rows: slice) -> QTensor:
+        """Some rows of a matrix whose codes and scales lie along the columns."""
+        layout = self.layout
+        if layout is not None:
+            layout = replace(layout, shape=(rows.stop - rows.start, *layout.shape[1:]))
+
+        def cut(t: Tensor | None) -> Tensor | None:
+            return t if t is None or t.shape[0] == 1 < self.shape[0] else t[rows]
+
+        storage, scales, zero = self.storage[rows], cut(self.scales), cut(self.zero)
+        assert scales is not None
+        return replace(self, storage=storage, scales=scales, zero=zero, origin=None, columns=None, layout=layout)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and zero points together."""
-        return sum(t.nbytes for t in (self.storage, self.scales, self.zero) if t is not None)
+        """Bytes of codes, scales and zero points together, of :attr:`columns` too."""
+        own = sum(t.nbytes for t in (self.storage, self.scales, self.zero) if t is not None)
+        return own if self.columns is None else own + self.columns.nbytes
 
     def dequantize(self) -> Tensor:
         """The values that the codes stand for, of type :attr:`dtype`."""

@@ -11,6 +11,7 @@ import torch
 from qgnn.kernels.activation import activation, activation_backward
 from qgnn.kernels.blocks import blocks_pack, blocks_unpack
 from qgnn.kernels.matmul import matmul, matmul_dw, matmul_requantize, quantize_matmul, quantize_matmul_requantize
+from qgnn.kernels.matmul_shared import matmul_shared
 from qgnn.kernels.memory import empty_codes
 from qgnn.kernels.quantize import quantize, quantize_grad
 from qgnn.kernels.quantize_grid import quantize_dequantize, quantize_shared
@@ -141,6 +142,12 @@ def _activation_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
 
 def _matmul_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
     bf16, last = torch.bfloat16, made.activation(256)
+
+    def shared(K: int, M: int, G: int, **options: Any) -> Tensor:
+        exponents = made.bytes(-(-K // G))
+        operands = (made.codes(K), exponents, made.codes(K, M), exponents[:M])
+        return matmul_shared(*operands, block_size=G, fraction_bits=6, **options)
+
     fused, fused_requantize = quantize_matmul, quantize_matmul_requantize
     return {
         "matmul/fp32/K128/M256": made.product(matmul, 128, 256),
@@ -155,6 +162,9 @@ def _matmul_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
         "matmul_dw/K128/M256": lambda: matmul_dw(made.codes(256), made.scale, made.codes(128), made.scale),
         "matmul_dw/K256/M256": lambda: matmul_dw(made.codes(256), made.scale, made.codes(256), made.scale),
         "matmul_dw/K100/M47": lambda: matmul_dw(made.codes(47), made.scale, made.codes(100), made.scale),
+        "matmul_shared/fp32/K128/M256/G16": lambda: shared(128, 256, 16),
+        "matmul_shared/bf16/K128/M256/G32": lambda: shared(128, 256, 32, bias=made.vector(256), out_dtype=bf16),
+        "matmul_shared/fp32/K100/M47/G16": lambda: shared(100, 47, 16),
         "quantize_matmul/fp32/K128/M256": made.fused_product(fused, 128, 256),
         "quantize_matmul/fp32/K128/M256/activation": made.fused_product(
             fused, 128, 256, bias=made.vector(256), activation=last
@@ -336,6 +346,7 @@ MAIN = {
     "matmul/fp32/K128/M256",
     "matmul_requantize/K128/M256",
     "matmul_dw/K128/M256",
+    "matmul_shared/fp32/K128/M256/G16",
     "quantize_matmul/fp32/K128/M256/activation",
     "quantize_matmul_requantize/fp32/K128/M256",
     "spmm/int8/F256/epilogue",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from math import prod
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from torch import Tensor
 from qgnn.packing import Layout
 from qgnn.qtensor import QTensor
 from qgnn.reference._common import row_chunks
-from qgnn.rng import make_seed, random_bits16
+from qgnn.rng import make_seed
 
-_Format = TypeVar("_Format", bound="Format")
-Encoded: TypeAlias = tuple[Tensor, Tensor, Tensor | None]  # codes or what is stored of them, scales, zero points
+Encoded = tuple[Tensor, Tensor, Tensor | None]
+AnyFormat = TypeVar("AnyFormat", bound="Format")
 
 
 class Format(ABC):
@@ -47,11 +47,18 @@ class Format(ABC):
         formats that they give no number of."""
         return None
 
+    @property
+    def is_integer(self) -> bool:
+        """Whether codes are integers of at most 8 bits without a zero point, which integer kernels multiply."""
+        return False
+
+    @property
+    def scales_slices(self) -> bool:
+        """Whether a slice, or with ``dim=None`` a tensor, has one scale; otherwise blocks of fixed length do."""
+        return self._block_size is None
+
     def encode(self, x: Tensor, dim: int | None = -1, seed: int | Tensor | None = None) -> QTensor:
         """Quantize ``x``, with scales of slices or of blocks along ``dim``.
-
-        Temporaries stay below 64 MiB, however large ``x`` is, but for slices longer than that, and for a copy of ``x``
-        where ``dim`` is not its last dimension.
 
         Args:
             x: Values of any floating type and shape with at least one dimension.
@@ -61,61 +68,42 @@ class Format(ABC):
 
         Raises:
             TypeError: If ``x`` is not a floating-point tensor.
-            ValueError: If ``x`` is a scalar, or blocks have no dimension to lie along.
+            ValueError: If ``x`` is a scalar, or ``dim`` is ``None`` for a format with blocks.
         """
-        values = self._slices(x, dim, "encode").detach()
-        layout = self._layout(tuple(x.shape), -1 if dim is None else dim if dim < 0 else dim - x.dim())
-        lead = values.shape[:-1]
-        rows = values.reshape(prod(lead), values.shape[-1])
-        storage, *shared = self._encode_matrix(rows, layout, dim is not None, seed)
+        moved, rows = self._rows("encode", x.detach() if isinstance(x, Tensor) else x, dim)
+        codes, scales, zero = self._encode_rows(rows, None if seed is None else make_seed(seed, x.device))
+        from_end = -1 if dim is None else dim - x.dim() * (dim >= 0)
+        layout = self._layout(tuple(x.shape), from_end)
+        storage = _stored(codes.view(x.shape).flatten(0, -2) if dim is None and x.dim() > 1 else codes, layout)
 
-        def restored(t: Tensor, lead: tuple[int, ...]) -> Tensor:
-            return t.view(*lead, t.shape[1]).movedim(-1, layout.dim)
+        def restored(t: Tensor) -> Tensor:
+            return t.reshape(*moved.shape[:-1], t.shape[-1]).movedim(-1, from_end)
 
-        sharing = (1,) * len(lead) if dim is None else lead
-        scales, zero = (None if t is None else restored(t, sharing) for t in shared)
-        assert scales is not None
-        return QTensor(restored(storage, lead), scales, zero, self._block_size, x.dtype, layout=layout)
+        def restored_scale(t: Tensor) -> Tensor:
+            return t.reshape((1,) * x.dim()) if dim is None else restored(t)
 
-    def _slices(self, x: Tensor, dim: int | None, caller: str) -> Tensor:
-        """``x``, checked, with the values that share scales along its last dimension."""
-        owner = f"{type(self).__name__}.{caller}"
-        if not x.is_floating_point():
-            raise TypeError(f"'{owner}' expects a floating-point tensor (got {x.dtype}); convert it with 'x.float()'")
+        return QTensor(
+            restored(storage),
+            restored_scale(scales),
+            None if zero is None else restored_scale(zero),
+            block_size=self._block_size,
+            dtype=x.dtype,
+            layout=layout,
+            name=str(self),
+        )
+
+    def _rows(self, name: str, x: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
+        """``x`` with the dimension that scales lie along as its last one, and as a matrix."""
+        owner = f"{type(self).__name__}.{name}"
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"'{owner}' expects a floating-point tensor (got {kind}); convert it with 'x.float()'")
         if x.dim() == 0:
             raise ValueError(f"'{owner}' expects a tensor with at least one dimension (got a scalar)")
-        if dim is None and self._block_size is not None:
-            raise ValueError(f"'{owner}' expects 'dim', along which blocks lie (got None)")
-        return x if dim is None else x.movedim(dim, -1)
-
-    def _encode_matrix(self, rows: Tensor, layout: Layout, by_row: bool, seed: int | Tensor | None) -> Encoded:
-        """What is stored of a matrix, with scales of its rows or of all of it."""
-        R, F = rows.shape
-        if rows.numel() == 0:  # of the types that one element has
-            codes, scales, zero = self._encode_rows(torch.zeros(1, 1, device=rows.device), None)
-            storage = layout.store(codes.expand(1, F))
-            shape = (R if by_row else 1, 1 if self._block_size is None else -(-F // self._block_size))
-            scales, zero = scales.new_zeros(shape), None if zero is None else zero.new_zeros(shape)
-            return storage.new_zeros((R, storage.shape[1])), scales, zero
-        key = None if seed is None else make_seed(seed, rows.device)
-        if not by_row:
-            bits16 = None if key is None else random_bits16(0, 1, R * F, key)
-            codes, scales, zero = self._encode_rows(rows.reshape(1, R * F).float(), bits16)
-            return layout.store(codes.view(R, F)), scales, zero
-        whole: list[Any] = []
-        for part in row_chunks(R, F):
-            num_rows = part.stop - part.start
-            bits16 = None if key is None else random_bits16(part.start, num_rows, F, key)
-            codes, scales, zero = self._encode_rows(rows[part].float(), bits16)
-            pieces = (layout.store(codes), scales, zero)
-            if num_rows == R:
-                return pieces
-            whole = whole or [None if t is None else t.new_empty((R, t.shape[1])) for t in pieces]
-            for stored, piece in zip(whole, pieces, strict=True):
-                if piece is not None:
-                    stored[part] = piece
-        storage, scales, zero = whole
-        return storage, scales, zero
+        if dim is None and not self.scales_slices:
+            raise ValueError(f"'{owner}' expects the 'dim' that its blocks lie along (got None); give dim=-1")
+        moved = x if dim is None else x.movedim(dim, -1)
+        return moved, moved.reshape(1, -1) if dim is None else moved.reshape(prod(moved.shape[:-1]), moved.shape[-1])
 
     @property
     def _block_size(self) -> int | None:
@@ -127,9 +115,9 @@ class Format(ABC):
         """How codes of values of a shape, along a dimension counted from the end, are stored."""
 
     @abstractmethod
-    def _encode_rows(self, rows: Tensor, bits16: Tensor | None) -> Encoded:
-        """Codes ``[R, F]`` (integers, or the values that floating-point ones stand for), scales ``[R, B]`` and zero
-        points as they are stored, of fp32 rows with at least one element."""
+    def _encode_rows(self, rows: Tensor, seed: Tensor | None) -> Encoded:
+        """Codes ``[R, F]`` (integers, or the values of floating-point ones), scales ``[R, B]`` as they are stored, and
+        zero points of a matrix."""
 
     @abstractmethod
     def with_bits(self, bits: int) -> Format:
@@ -148,12 +136,16 @@ class Format(ABC):
         return q.dequantize()
 
     def quantize(self, x: Tensor, dim: int | None = -1, seed: int | Tensor | None = None) -> Tensor:
-        """``decode(encode(x))``: ``x`` with the error of this format. The gradient passes straight through.
+        """Fake quantization: the values of ``decode(encode(x))``, with the gradient of the identity.
 
         Args:
-            x: As of :meth:`encode`.
-            dim: As of :meth:`encode`.
-            seed: As of :meth:`encode`.
+            x: Values of any floating type and shape with at least one dimension.
+            dim: As in :meth:`encode`.
+            seed: As in :meth:`encode`.
+
+        Raises:
+            TypeError: If ``x`` is not a floating-point tensor.
+            ValueError: If ``x`` is a scalar, or ``dim`` is ``None`` for a format with blocks.
         """
         return _StraightThrough.apply(x, self, dim, seed)
 
@@ -164,8 +156,14 @@ class _StraightThrough(torch.autograd.Function):
         return fmt.decode(fmt.encode(x, dim, seed))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None, None
+
+
+def _stored(codes: Tensor, layout: Layout) -> Tensor:
+    """Codes as they are stored, packed by parts."""
+    parts = [layout.store(codes[rows]) for rows in row_chunks(*codes.shape)]
+    return torch.cat(parts) if len(parts) > 1 else (parts[0] if parts else layout.store(codes))
 
 
 def check_width(owner: str, name: str, value: object, low: int, high: int, why: str = "") -> None:
@@ -183,7 +181,7 @@ def check_kind(owner: str, kind: object, kinds: tuple[str, ...]) -> None:
         raise error(f"'{owner}' expects 'kind' to be one of {kinds} (got {kind!r})")
 
 
-def only_width(fmt: _Format, bits: int) -> _Format:
+def only_width(fmt: AnyFormat, bits: int) -> AnyFormat:
     """``fmt``, which exists in one width, if that is the one asked for."""
     if bits != fmt.bits:
         raise ValueError(

@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from qgnn import ops
 from qgnn.formats._format import Encoded, Format, check_width
 from qgnn.packing import Layout
+from qgnn.reference._common import row_chunks
+from qgnn.rng import random_bits16
 from qgnn.rounding import absmax_scale, round_codes
 
 
@@ -37,6 +40,11 @@ class Int(Format):
         check_width("Int", "bits", self.bits, 2, 8, "; wider codes do not fit an int8 kernel")
 
     @property
+    def is_integer(self) -> bool:
+        """Whether codes have no zero point, so that integer kernels multiply them."""
+        return self.symmetric
+
+    @property
     def bits_per_value(self) -> float:
         """Bits of one code; the scale of a slice (32 bits, 64 with a zero point) comes on top, once a slice."""
         return float(self.bits)
@@ -49,14 +57,21 @@ class Int(Format):
     def _layout(self, shape: tuple[int, ...], dim: int) -> Layout:
         return Layout(self.bits, shape, dim, signed=self.symmetric)
 
-    def _encode_rows(self, rows: Tensor, bits16: Tensor | None) -> Encoded:
+    def _encode_rows(self, rows: Tensor, seed: Tensor | None) -> Encoded:
+        if rows.shape[1] == 0:
+            scale = rows.new_zeros((rows.shape[0], 1), dtype=torch.float32)
+            return rows.to(torch.int8), scale, None if self.symmetric else scale.clone()
         if self.symmetric:
-            scale, inverse = absmax_scale(rows.abs().amax(1, keepdim=True), self.bits)
-            return round_codes(rows, inverse, bits16), scale, None
-        low, high = rows.aminmax(dim=1, keepdim=True)
+            codes, scale = ops.quantize(rows, seed, self.bits, "row", 1)
+            return codes, scale[:, None], None
+        codes = rows.new_empty(rows.shape, dtype=torch.uint8)
+        low, high = (end.float() for end in rows.aminmax(dim=1, keepdim=True))
         # Codes 0 .. 2**bits - 1 are what the symmetric rule gives for one bit more on values that are never negative.
         scale, inverse = absmax_scale(high - low, self.bits + 1)
-        return round_codes(rows - low, inverse, bits16, torch.uint8), scale, low
+        for part in row_chunks(*rows.shape):
+            bits16 = None if seed is None else random_bits16(part.start, part.stop - part.start, rows.shape[1], seed)
+            codes[part] = round_codes(rows[part].float() - low[part], inverse[part], bits16, torch.uint8)
+        return codes, scale, low
 
     def with_bits(self, bits: int) -> Int:
         """Integers of another width."""

@@ -41,6 +41,7 @@ _HOMES = {
     "quantize_matmul_requantize": "matmul",
     "matmul_requantize": "matmul",
     "matmul_dw": "matmul",
+    "matmul_shared": "matmul_shared",
     "spmm": "spmm",
     "spmm_requantize": "spmm",
     "spmm_extremum": "spmm",

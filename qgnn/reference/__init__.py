@@ -29,6 +29,7 @@ from qgnn.reference.edges import (
     softmax_backward,
 )
 from qgnn.reference.grids import quantize_dequantize, quantize_shared
+from qgnn.reference.matmul_shared import matmul_shared
 from qgnn.reference.sparse import (
     spmm,
     spmm_extremum,
@@ -56,6 +57,7 @@ __all__ = [
     "matmul",
     "matmul_dw",
     "matmul_requantize",
+    "matmul_shared",
     "quantize",
     "quantize_dequantize",
     "quantize_grad",

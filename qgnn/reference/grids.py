@@ -20,6 +20,7 @@ def to_blocks(x: Tensor, size: int) -> Tensor:
 
 
 def from_blocks(blocks: Tensor, width: int) -> Tensor:
+    """[R, B, size] -> [R, C]."""
     return blocks.flatten(1)[:, :width]
 
 
@@ -55,18 +56,18 @@ def round_elements(t: Tensor, grid: Grid, bits16: Tensor | None) -> Tensor:
 
 
 def affine_codes(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [R, B, G] of an affine grid from 0 on, the step between them (NaN where poisoned) and the value of code 0:
-    [R, B, 1]."""
+    """Codes [R, B, G] of an affine grid, from 0 on, the step between them, NaN where a block is poisoned, and the value
+    of code 0: [R, B, 1]."""
     low, high = blocks.aminmax(dim=2, keepdim=True)
     width = high - low
     levels = torch.full_like(width, grid.high - grid.low)  # a division by a number is not rounded once on every device
-    inverse = torch.where(width > FLUSH, levels / width, 0.0)
+    inverse = torch.where(width > _SMALLEST_RANGE, levels / width, 0.0)
     poisoned = ~(width < float("inf"))
-    codes = _round((blocks - low) * inverse, bits16).clamp(0.0, grid.high - grid.low).masked_fill_(poisoned, 0.0)
-    return codes, (width / levels).masked_fill_(poisoned, float("nan")), low
+    codes = _round((blocks - low) * inverse, bits16).clamp(0.0, grid.high - grid.low).masked_fill(poisoned, 0.0)
+    return codes, (width / levels).masked_fill(poisoned, float("nan")), low
 
 
-def _bits_of_rows(rows: slice, width: int, size: int, seed: Tensor | None) -> Tensor | None:
+def bits_of_rows(rows: slice, width: int, size: int, seed: Tensor | None) -> Tensor | None:
     """The random bits of so many rows in blocks."""
     if seed is None:
         return None
@@ -90,13 +91,13 @@ def quantize_dequantize(x: Tensor, grid: Grid, *, seed: Tensor | None = None, st
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     size, seed = min(grid.block_size or width, width), stream_seed(seed, stream)
     for rows in row_chunks(num_rows, width) if width else ():
-        blocks, bits16 = to_blocks(x[rows].to(compute_dtype(x)), size), _bits_of_rows(rows, width, size, seed)
+        blocks, bits16 = to_blocks(x[rows].to(compute_dtype(x)), size), bits_of_rows(rows, width, size, seed)
         if grid.affine:
             codes, step, low = affine_codes(blocks, grid, bits16)
             values = codes * step + low
         else:
-            codes, shared, poisoned = elements(blocks, grid, bits16)
-            values = scale_by_power(codes, shared - grid.fraction_bits).masked_fill_(poisoned, float("nan"))
+            values_in_units, shared, poisoned = elements(blocks, grid, bits16)
+            values = scale_by_power(values_in_units, shared - grid.fraction_bits).masked_fill_(poisoned, float("nan"))
         out[rows] = from_blocks(values, width).to(x.dtype)
     return out
 
@@ -122,8 +123,8 @@ def quantize_shared(x: Tensor, grid: Grid, *, seed: Tensor | None = None, stream
     exponent = torch.zeros((num_rows, num_blocks), dtype=torch.uint8, device=x.device)
     size, seed = min(grid.block_size or width, width), stream_seed(seed, stream)
     for rows in row_chunks(num_rows, width) if width else ():
-        blocks, bits16 = to_blocks(x[rows].to(compute_dtype(x)), size), _bits_of_rows(rows, width, size, seed)
-        integers, shared, poisoned = elements(blocks, grid, bits16)
-        codes[rows] = from_blocks(integers, width).to(torch.int8)
+        blocks, bits16 = to_blocks(x[rows].to(compute_dtype(x)), size), bits_of_rows(rows, width, size, seed)
+        values_in_units, shared, poisoned = elements(blocks, grid, bits16)
+        codes[rows] = from_blocks(values_in_units, width).to(torch.int8)
         exponent[rows] = (shared + _BIAS).masked_fill_(poisoned, _NAN_EXPONENT).squeeze(2).to(torch.uint8)
     return codes, exponent
