@@ -13,9 +13,9 @@ from qgnn.packing import Layout
 from qgnn.reference._common import row_chunks
 from qgnn.reference.grids import affine_codes, bits_of_rows, elements, from_blocks, to_blocks
 from qgnn.rng import make_seed
-from qgnn.rounding import Grid
+from qgnn.rounding import Grid, shared_scale
 
-_BIAS, _NAN = 127, 255  # E8M0 stores exponents with 127 added; 255 is NaN
+_POISON = 255  # code of a NaN scale in E8M0, which stores exponents with 127 added
 
 
 class GridFormat(Format):
@@ -55,12 +55,12 @@ class GridFormat(Format):
     def _encode_rows(self, rows: Tensor, seed: Tensor | None) -> Encoded:
         grid = self.grid
         if grid.is_integer:
-            codes, exponent = ops.quantize_shared(rows, seed, 0, *grid)
-            scales = exponent.view(torch.float8_e8m0fnu)
-            return codes, scales if grid.block_size else scales.float() * 2.0**-grid.fraction_bits, None
+            codes, exponent = ops.quantize_shared(_at_most_fp32(rows), seed, 0, *grid)
+            return codes, self._scales(exponent), None
         num_rows, width = rows.shape
         num_blocks = -(-width // grid.block_size) if grid.block_size else 1
-        codes = rows.new_empty((num_rows, width), dtype=torch.int16 if self._is_integer_grid else torch.float32)
+        wide = torch.int32 if grid.affine else torch.int16  # without a sign, 16 bits do not fit int16
+        codes = rows.new_empty((num_rows, width), dtype=wide if self._is_integer_grid else torch.float32)
         scales = rows.new_zeros((num_rows, num_blocks), dtype=torch.float32 if grid.affine else torch.uint8)
         zero = rows.new_zeros((num_rows, num_blocks), dtype=torch.float32) if grid.affine else None
         size = min(grid.block_size or width, width)
@@ -73,12 +73,20 @@ class GridFormat(Format):
                 values, shared, poisoned = elements(blocks, grid, bits16)
                 scale = (shared + 127).masked_fill_(poisoned, _POISON).to(torch.uint8)
             codes[part], scales[part] = from_blocks(values, width).to(codes.dtype), scale.squeeze(2)
-        if not grid.affine:
-            scales = scales.view(torch.float8_e8m0fnu)
-        return codes, scales if grid.block_size else scales.float(), zero
+        return codes, scales if grid.affine else self._scales(scales), zero
+
+    def _scales(self, exponent: Tensor) -> Tensor:
+        """Shared exponents as they are stored: of blocks those, of slices the fp32 factors of codes."""
+        return exponent.view(torch.float8_e8m0fnu) if self.grid.block_size else shared_scale(exponent, self.grid)
 
     def quantize(self, x: Tensor, dim: int | None = -1, seed: int | Tensor | None = None) -> Tensor:
         """Fake quantization in one pass over the values; see :meth:`Format.quantize`."""
         moved, rows = self._rows("quantize", x, dim)
-        rounded = ops.quantize_dequantize(rows, None if seed is None else make_seed(seed, x.device), 0, *self.grid)
-        return rounded.view(moved.shape) if dim is None else rounded.view(moved.shape).movedim(-1, dim)
+        key = None if seed is None else make_seed(seed, x.device)
+        rounded = ops.quantize_dequantize(_at_most_fp32(rows), key, 0, *self.grid).view(moved.shape).to(x.dtype)
+        return rounded if dim is None else rounded.movedim(-1, dim)
+
+
+def _at_most_fp32(x: Tensor) -> Tensor:
+    """``x`` in a type that the operators take."""
+    return x.float() if x.dtype == torch.float64 else x

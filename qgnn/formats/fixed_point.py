@@ -58,7 +58,7 @@ class FixedPoint(GridFormat):
         if self.affine:
             return Grid(0, False, 0, 0, 0, 0, low, high, True)
         fraction = self.bits - 1
-        return Grid(0, True, fraction, 0, fraction, fraction, low, high, False)
+        return Grid(0, True, 0, fraction, fraction, fraction, low, high, False)
 
     @property
     def bits_per_value(self) -> float:

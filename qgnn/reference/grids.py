@@ -61,7 +61,7 @@ def affine_codes(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Ten
     low, high = blocks.aminmax(dim=2, keepdim=True)
     width = high - low
     levels = torch.full_like(width, grid.high - grid.low)  # a division by a number is not rounded once on every device
-    inverse = torch.where(width > _SMALLEST_RANGE, levels / width, 0.0)
+    inverse = torch.where(width > FLUSH, levels / width, 0.0)
     poisoned = ~(width < float("inf"))
     codes = _round((blocks - low) * inverse, bits16).clamp(0.0, grid.high - grid.low).masked_fill(poisoned, 0.0)
     return codes, (width / levels).masked_fill(poisoned, float("nan")), low
