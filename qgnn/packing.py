@@ -31,7 +31,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """
     num_codes = codes.shape[-1]
     kind = torch.uint8 if bits <= 8 else torch.int32  # shifts of uint8 drop what leaves the byte
-    groups = torch.nn.functional.pad(codes, (0, -num_codes % 8)).unflatten(-1, (-1, 8)).to(kind) & ((1 << bits) - 1)
+    whole = torch.nn.functional.pad(codes, (0, -num_codes % 8)).to(kind) & ((1 << bits) - 1)
+    groups = whole.unflatten(-1, (-(-num_codes // 8), 8))
     stored = torch.empty((*groups.shape[:-1], bits), dtype=torch.uint8, device=codes.device)
     for byte in range(bits):
         first, last = 8 * byte // bits, (8 * byte + 7) // bits  # codes with a bit in this byte
@@ -105,11 +106,13 @@ class Layout:
             - **input:** ``[..., F]``
             - **output:** ``[..., ceil(F * bits / 8)]``
         """
-        if self.bits == 8 and self.mantissa_bits is None:
-            return codes.to(torch.int8 if self.signed else torch.uint8)
         if self.bits == 8:
+            if self.mantissa_bits is None:
+                return codes.to(torch.int8 if self.signed else torch.uint8)
             return codes.to(torch.float8_e4m3fn if self.mantissa_bits == 3 else torch.float8_e5m2)
-        return pack(codes if self.mantissa_bits is None else self._minifloat_codes(codes), self.bits)
+        if self.mantissa_bits is not None:
+            codes = self._minifloat_codes(codes)
+        return pack(codes.int() if codes.is_floating_point() else codes, self.bits)
 
     def load(self, storage: Tensor) -> Tensor:
         """The codes of a whole storage: integers, or the floats that codes stand for."""

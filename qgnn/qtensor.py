@@ -76,17 +76,14 @@ class QTensor:
         return self.shape if dim is None else self.shape[dim]
 
     def unbind(self) -> tuple[QTensor, ...]:
-        """Its parts along the first dimension, as of a tensor.
-
-        Raises:
-            ValueError: If codes are packed, or share scales of blocks, along that dimension.
-        """
+        """Its parts along the first dimension, as of a tensor. They are not packed if that is the dimension that codes
+        are packed along, or share scales of blocks along."""
         layout = self.layout
+        if layout is not None and layout.dim == -len(layout.shape):
+            zero = None if self.zero is None else self._per_value(self.zero)
+            plain = replace(self, storage=self.codes, scales=self._per_value(self.scale), zero=zero)
+            return replace(plain, block_size=None, layout=None).unbind()
         if layout is not None:
-            if layout.dim == -len(layout.shape):
-                raise ValueError(
-                    "'unbind' expects codes along another dimension than the first one; encode along another 'dim'"
-                )
             layout = replace(layout, shape=layout.shape[1:])
 
         def parts(t: Tensor | None) -> tuple[Tensor | None, ...]:

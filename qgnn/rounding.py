@@ -27,7 +27,7 @@ MAX_BLOCK_SIZE = 1 << 16  # a longer block saves less than a thousandth of a bit
 METADATA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BINS = ("uniform", "optimal")
 
-_FLUSH = 1e-30  # below this the inverse scale would overflow; such values count as zero
+FLUSH = 1e-30  # below this the inverse scale would overflow; such values count as zero
 _NEAREST = 1 << 15
 
 
@@ -35,7 +35,7 @@ def absmax_scale(absmax: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """``(scale, inverse)`` of groups whose largest magnitude is ``absmax`` (fp32, any shape)."""
     qmax = (1 << (bits - 1)) - 1
     finite = absmax < float("inf")
-    live = finite & (absmax > _FLUSH)
+    live = finite & (absmax > FLUSH)
     scale = torch.where(live, absmax * (1.0 / qmax), 0.0).masked_fill_(~finite, float("nan"))
     numerator = torch.tensor(qmax * (1 - 2.0**-22), dtype=torch.float32, device=absmax.device)
     return scale, torch.where(live, numerator / absmax, 0.0)

@@ -12,9 +12,8 @@ from qgnn.packing import Layout
 from qgnn.reference._common import row_chunks
 from qgnn.reference.grids import round_elements
 from qgnn.rng import random_bits16
-from qgnn.rounding import Grid
+from qgnn.rounding import FLUSH, Grid
 
-_FLUSH = 1e-30  # below this the inverse scale would overflow; such values count as zero
 # By kind: bits of the mantissa, exponent below which elements are as coarse as at it, and the largest element.
 _ELEMENTS = {"e4m3": (3, -6, 448.0), "e5m2": (2, -14, 57344.0)}
 
@@ -73,7 +72,7 @@ class Float8(Format):
             values = rows[part].float()
             absmax = values.abs().amax(1, keepdim=True)
             poisoned = ~(absmax < float("inf"))
-            live = ~poisoned & (absmax > _FLUSH)
+            live = ~poisoned & (absmax > FLUSH)
             inverse = torch.where(live, torch.full_like(absmax, largest) / absmax, 0.0)
             bits16 = None if seed is None else random_bits16(part.start, part.stop - part.start, rows.shape[1], seed)
             units = (values * inverse).masked_fill_(poisoned, 0.0)

@@ -65,7 +65,7 @@ def sddmm(
     _check_rows(x_source, x_target)
     graph = graph_between(graph, x_source.shape[0], x_target.shape[0])
     for name, x in (("x_source", x_source), ("x_target", x_target)):
-        check_device("sddmm", name, x.codes if isinstance(x, QTensor) else x, graph.device)
+        check_device("sddmm", name, x, graph.device)
     if config is not None and not config.is_integer:
         x_source, x_target = _rounded_ends(x_source, x_target, config, seed)
         config = None
