@@ -110,8 +110,9 @@ _NARROW = "1433|column_major|H1/|F64/H8|D8|matmul_shared.*G16|_add_partials_kern
 def test_rows_are_read_in_vectors_of_16_bytes(records: list[Record]) -> None:
     """No byte is loaded alone, and vectors bring every value. Exceptions are rows of 1433 floats, which start on no
     vector boundary, columns, scores of one head, whose rows start anywhere, heads of 8 codes, which are 2 bytes a
-    thread, blocks of 16 codes with an exponent, of which two threads have 8 each, rows that sm_80 copies into shared memory as its products take them, 8 bytes each (sm_90 those of bf16 that
-    are projected), and packed blocks, which are little beside what is made of them."""
+    thread, blocks of 16 codes with an exponent, which two threads read, rows that sm_80 copies into shared memory as
+    its products take them, 8 bytes each (sm_90 those of bf16 that are projected), and packed blocks, which are little
+    beside what is made of them."""
     for record in records:
         if "D8/" not in record["case"]:
             assert _count(record, "global_load_b(8|16)") == 0, f"{_where(record)} has narrow loads"
