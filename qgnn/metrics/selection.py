@@ -20,6 +20,8 @@ from qgnn.nn._layer import Quantized
 WIDTHS = range(2, 9)
 THRESHOLD = 0.3
 
+_INT = Int()
+
 Family = Format | Callable[[int], Format]
 Bits = dict[str, dict[str, int | None]]
 
@@ -27,7 +29,7 @@ Bits = dict[str, dict[str, int | None]]
 def select_bits(
     x: Tensor,
     threshold: float = THRESHOLD,
-    fmt: Family = Int(8),
+    fmt: Family = _INT,
     *,
     dim: int | None = -1,
     form: str = "elementwise",
@@ -54,7 +56,7 @@ def select_bits(
         ValueError: If ``form`` is unknown, or the format does not have one of the widths.
 
     Example:
-        >>> qgnn.metrics.select_bits(torch.randn(1000, 64))
+        >>> qgnn.metrics.select_bits(torch.randn(1000, 64), dim=None)
         5
     """
     check_form("select_bits", form)
