@@ -1,4 +1,4 @@
-"""``qgnn.schedule``: widths per epoch against lists made by hand and torch's own scheduler; states; what gets the width."""
+"""``qgnn.schedule``: widths per epoch against lists made by hand and torch's own scheduler; states; targets."""
 
 import copy
 import json
@@ -22,10 +22,11 @@ from qgnn.nn import QGCNConv, QLinear
 from qgnn.schedule import ActiveSchedule, PlateauSchedule, Schedule, StaticSchedule
 
 EDGES, N = GRAPHS["random"]
+DEFAULT = QConfig()
 
 
 class Net(nn.Module):
-    def __init__(self, config: QConfig | None = QConfig()) -> None:
+    def __init__(self, config: QConfig | None = DEFAULT) -> None:
         super().__init__()
         self.conv, self.last = QGCNConv(8, 16, config=config), QLinear(16, 4, config=None)
 

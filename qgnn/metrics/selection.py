@@ -155,7 +155,7 @@ def select_bits_per_layer(
         layer.register_forward_hook(partial(on_call, name), with_kwargs=True)  # type: ignore[attr-defined]
     num_run = 0
     cuda = {p.device for p in copied.parameters() if p.is_cuda}
-    # A compiled function does not see hooks.
+    # Compiled parts would compile the hooks, or fail at them.
     with torch.random.fork_rng(cuda), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
         for batch in islice(batches, num_batches):
             num_run += 1
