@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from qgnn.kernels import tuning
-from qgnn.kernels.memory import VECTOR_BYTES, code_stride, column_offsets
+from qgnn.kernels.memory import column_offsets
 from qgnn.kernels.rounding import int8_to_fp16
 from qgnn.kernels.shared_exponents import check_shared
 from torch import Tensor

@@ -12,7 +12,7 @@ def check_shared(
     """Raise if exponents do not belong to the codes: kernels find them by address.
 
     Raises:
-        ValueError: If a size does not fit.
+        ValueError: If a size does not fit, or a number is beyond what the kernels compute exactly.
     """
     if not 1 <= block_size <= MAX_BLOCK_SIZE:
         raise ValueError(
@@ -21,8 +21,8 @@ def check_shared(
         )
     if not 0 <= fraction_bits <= MAX_FRACTION_BITS:
         raise ValueError(
-            f"'matmul_shared' expects 'fraction_bits' from 0 to {MAX_FRACTION_BITS} (got {fraction_bits}); give the sum "
-            f"of both formats'"
+            f"'matmul_shared' expects 'fraction_bits' from 0 to {MAX_FRACTION_BITS} (got {fraction_bits}); give "
+            f"the sum of both formats'"
         )
     K = x_q.shape[1]
     if w_q.shape[1] != K:

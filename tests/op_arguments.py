@@ -29,6 +29,10 @@ def codes(*shape: int) -> Tensor:
     return torch.randint(-127, 128, shape, dtype=torch.int8)
 
 
+def exponents(*shape: int) -> Tensor:
+    return torch.randint(100, 150, shape, dtype=torch.uint8)
+
+
 def both_orders() -> dict[str, Tensor]:
     csr, csc = GRAPH.csr, GRAPH.csc
     tensors = {"indptr": csr.indptr, "index": csr.index, "indptr_t": csc.indptr, "index_t": csc.index}
@@ -82,6 +86,18 @@ def arguments_of(name: str) -> dict[str, Any]:
         "quantize": lambda: {"x": torch.randn(S, F), **rounding(), "block_size": 4},
         "quantize_dequantize": lambda: {"x": torch.randn(S, F), **on_grid(Grid(4, False, 2, 0, 1, 0, -6, 6, False))},
         "quantize_shared": lambda: {"x": torch.randn(S, F), **on_grid(Grid(4, True, 0, 3, 3, 3, -7, 7, False))},
+        "matmul_codes": lambda: {
+            **{"x": codes(S, F), "x_scale": torch.rand(S), "weight": codes(H, F), "weight_scale": torch.rand(H)},
+            **{"bias": torch.randn(H), "pass_": "forward", "format_name": "int4"},
+        },
+        "matmul_codes_dw": lambda: {
+            **{"grad": codes(S, H), "grad_scale": torch.rand(S), "x": codes(S, F), "x_scale": torch.rand(S)},
+            "format_name": "int4",
+        },
+        "matmul_shared": lambda: {
+            **{"x": codes(S, F), "x_exponent": exponents(S, 2), "weight": codes(H, F), "weight_exponent": exponents(H, 2)},
+            **{"bias": torch.randn(H), "block_size": 4, "fraction_bits": 6, "pass_": "forward", "format_name": "msfp12"},
+        },
         "matmul": lambda: {
             **{**rows, "weight": torch.randn(H, F), "bias": torch.randn(H)},
             **{**rounding(), "keep_codes": True, **product},

@@ -64,7 +64,7 @@ WORK: dict[str, Work] = {
     "_quantize_matmul_requantize_kernel": Work("value and output", _values_and_outputs, in_loop=False),
     "_matmul_kernel": Work("output", _tile("BLOCK_N", "BLOCK_M"), in_loop=False),
     "_matmul_requantize_kernel": Work("output", _tile("BLOCK_N", "BLOCK_M"), in_loop=False),
-    "_matmul_shared_kernel": Work("code of a row by output", _tile("BLOCK_N", "BLOCK_M")),
+    "_matmul_shared_kernel": Work("output of a block", _tile("BLOCK_N", "BLOCK_M")),
     "_matmul_dw_kernel": Work("code", lambda launch: launch["BLOCK_N"] * (launch["BLOCK_M"] + launch["BLOCK_K"])),
     "_add_partials_kernel": Work("partial result", _tile("BLOCK_S", "BLOCK")),
     "_spmm_tile_kernel": Work("gathered value", lambda launch: 2 * launch["BLOCK_E"] * launch["BLOCK_W"]),

@@ -2,8 +2,8 @@
 
     y[n, m] = sum_b dot[n, m, b] * 2**(w_exponent[m, b] - 127 - fraction_bits) * 2**(x_exponent[n, b] - 127) + bias[m]
 
-Numerics: the dot product of a block is exact; it is multiplied by one factor after the other, and sums are made in order
-of the blocks. Equal to the reference in every bit, with and without the CPU's instructions for products of bytes.
+Numerics: the dot product of a block is exact; it is multiplied by one factor after the other, and sums are made in
+order of the blocks. Equal to the reference in every bit, with and without the CPU's instructions for products of bytes.
 
 Oracle: qgnn.reference.matmul_shared
 """

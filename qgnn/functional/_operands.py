@@ -15,7 +15,7 @@ from qgnn import ops, trace
 from qgnn.formats import Format, Int
 from qgnn.qtensor import QTensor
 from qgnn.rng import stream_key
-from qgnn.rounding import Grid
+from qgnn.rounding import Grid, shared_scale
 
 CHUNK = 1 << 20  # values that are turned into fp32 at once, so that no copy of a large matrix is made
 
@@ -60,11 +60,6 @@ class Operand:
         assert self.codes is not None
         scale = shared_scale(self.exponent, self.grid)
         return scale.repeat_interleave(self.grid.block_size, dim=1)[:, : self.codes.shape[1]]
-
-
-def shared_scale(exponent: Tensor, grid: Grid) -> Tensor:
-    """The unit of blocks with these exponents, in fp32."""
-    return exponent.view(torch.float8_e8m0fnu).float() * 2.0**-grid.fraction_bits
 
 
 def stream_of(seed: Tensor | None, stream: int) -> Tensor | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qgnn.kernels.shared_exponents import check_shared
 from qgnn.reference._common import row_chunks
 
 _NAN_BLOCK = 255
@@ -53,11 +52,7 @@ def matmul_shared(
         - **input:** int8 ``x_q [N, K]`` and ``w_q [M, K]``, uint8 ``x_exponent [N, ceil(K / G)]`` and
           ``w_exponent [M, ceil(K / G)]``, ``bias [M]``
         - **output:** ``[N, M]`` of ``out_dtype``
-
-    Raises:
-        ValueError: If a size does not fit.
     """
-    check_shared(x_q, x_exponent, w_q, w_exponent, block_size, fraction_bits)
     (N, K), M = x_q.shape, w_q.shape[0]
     dtype = torch.float64 if out_dtype == torch.float64 else torch.float32
     out = torch.empty((N, M), dtype=out_dtype, device=x_q.device)

@@ -21,6 +21,7 @@ from qgnn.kernels.cpu import (
     info,
     library,
     matmul,
+    matmul_shared,
     quantize,
     quantize_grid,
     sddmm,
@@ -36,6 +37,7 @@ from grid_cases import GRIDS, INTEGERS
 from kernel_cases import LAYOUTS, csr, random_codes, random_scales
 from prototypes import misfits, prototypes
 from qgnn.activation import Activation, mask_width
+from shared_cases import operands_of, options_of
 
 WIDTHS = (1, 7, 33, 130, 1030)
 SEED = torch.tensor([-0x123456789ABCDEF])
@@ -126,6 +128,15 @@ def run_matmul() -> None:
             with mock.patch.multiple(matmul, has_vnni=lambda: True, _MIN_INTEGER_WORK=0):
                 matmul.matmul(x_q, x_scale, w_q, w_scale)
                 matmul.matmul_requantize(x_q, x_scale, w_q, w_scale)
+
+
+def run_matmul_shared() -> None:
+    for N, K, M in ((1, 1, 1), (13, 7, 33), (5, 300, 66), (300, 130, 40), (3, 0, 4), (0, 3, 4)):
+        for G in (1, 5, 16, 32, 128):
+            o = operands_of(N, K, M, G, "any")
+            matmul_shared.matmul_shared(*o, **options_of(G))
+            for layout in LAYOUTS.values():
+                matmul_shared.matmul_shared(*map(layout, o[:4]), **options_of(G, fraction_bits=22))
 
 
 def run_spmm(indptr: Tensor, index: Tensor, S: int, F: int) -> None:
@@ -240,6 +251,7 @@ def main() -> None:
         run_grids()
         run_activation()
         run_matmul()
+        run_matmul_shared()
         run_blocks()
         run_graphs()
         info.info()
