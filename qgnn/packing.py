@@ -136,6 +136,7 @@ class Layout:
     def _minifloat_codes(self, values: Tensor) -> Tensor:
         assert self.mantissa_bits is not None
         exponent = (torch.frexp(values).exponent - 1).clamp_min_(self.min_exponent)
+        exponent.masked_fill_(values == 0, self.min_exponent)  # frexp gives zero the exponent of 1/2
         # The leading one of a mantissa adds one to the exponent's field; subnormal numbers have none.
         steps = torch.ldexp(values.abs(), self.mantissa_bits - exponent).int()
         magnitude = steps + ((exponent - self.min_exponent) << self.mantissa_bits)

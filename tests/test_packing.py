@@ -1,0 +1,68 @@
+"""Codes of 1 to 16 bits in bytes: the bit stream, and the values of floating-point codes."""
+
+import pytest
+import torch
+
+from qgnn.packing import Layout, pack, packed_bytes, unpack
+
+
+@pytest.mark.parametrize("bits", range(1, 17))
+def test_unpack_returns_what_was_packed(bits: int) -> None:
+    for num_codes in (0, 1, 7, 8, 9, 33):
+        codes = torch.randint(0, 1 << bits, (3, 2, num_codes), dtype=torch.int32)
+        stored = pack(codes, bits)
+        assert stored.dtype == torch.uint8
+        assert stored.shape == (3, 2, packed_bytes(num_codes, bits))
+        assert torch.equal(unpack(stored, bits, num_codes).int(), codes)
+
+
+@pytest.mark.parametrize("bits", range(1, 17))
+def test_packed_codes_are_a_little_endian_bit_stream(bits: int) -> None:
+    """A row's bytes are the digits of one large number, in which code ``i`` counts ``2**(i * bits)``."""
+    codes = torch.randint(-(1 << 20), 1 << 20, (2, 19))  # what lies above the lowest bits is not stored
+    for row, stored in zip(codes.tolist(), pack(codes, bits).tolist(), strict=True):
+        number = sum((code % (1 << bits)) << (i * bits) for i, code in enumerate(row))
+        assert bytes(stored) == number.to_bytes(packed_bytes(19, bits), "little")
+
+
+def minifloats(bits: int, mantissa_bits: int) -> torch.Tensor:
+    """The values of all codes, from the definition: sign, exponent with its bias, mantissa."""
+    values = []
+    bias = (1 << (bits - mantissa_bits - 2)) - 1
+    for code in range(1 << bits):
+        sign, field = -1.0 if code >> (bits - 1) else 1.0, (code >> mantissa_bits) % (1 << (bits - 1 - mantissa_bits))
+        fraction = (code % (1 << mantissa_bits)) / (1 << mantissa_bits)
+        values.append(sign * (fraction * 2.0 ** (1 - bias) if field == 0 else (1 + fraction) * 2.0 ** (field - bias)))
+    return torch.tensor(values)
+
+
+@pytest.mark.parametrize(("bits", "mantissa_bits"), [(4, 1), (6, 2), (6, 3)])
+def test_floating_point_codes_are_those_of_the_definition(bits: int, mantissa_bits: int) -> None:
+    layout = Layout(bits, (1 << bits,), mantissa_bits=mantissa_bits)
+    stored, values = pack(torch.arange(1 << bits), bits), minifloats(bits, mantissa_bits)
+    assert torch.equal(layout.load(stored), values)
+    assert torch.equal(layout.load(stored).signbit(), values.signbit())  # of zeros too
+    assert torch.equal(layout.store(values), stored)
+
+
+@pytest.mark.parametrize(("dtype", "mantissa_bits"), [(torch.float8_e4m3fn, 3), (torch.float8_e5m2, 2)])
+def test_8_bit_floats_are_those_of_torch(dtype: torch.dtype, mantissa_bits: int) -> None:
+    """All 256 bytes; torch's own types agree with the definition wherever that is finite."""
+    stored = torch.arange(256, dtype=torch.uint8).view(dtype)
+    layout = Layout(8, (256,), mantissa_bits=mantissa_bits)
+    values = layout.load(stored)
+    finite = values.isfinite()
+    assert torch.equal(values[finite], minifloats(8, mantissa_bits)[finite])
+    assert torch.equal(layout.store(values).view(torch.uint8)[finite], stored.view(torch.uint8)[finite])
+    assert finite.sum() == (254 if mantissa_bits == 3 else 248)
+
+
+@pytest.mark.parametrize("dim", [-1, -2, -3])
+@pytest.mark.parametrize("bits", [3, 8, 11])
+def test_layouts_lie_along_any_dimension(bits: int, dim: int) -> None:
+    codes = torch.randint(-(1 << (bits - 1)), 1 << (bits - 1), (3, 5, 9), dtype=torch.int16)
+    layout = Layout(bits, (3, 5, 9), dim)
+    storage = layout.store(codes.movedim(dim, -1)).movedim(-1, dim)
+    assert storage.shape[dim] == packed_bytes(codes.shape[dim], bits)
+    assert layout.load(storage).dtype == (torch.int8 if bits <= 8 else torch.int16)
+    assert torch.equal(layout.load(storage).short(), codes)
