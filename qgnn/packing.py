@@ -74,6 +74,10 @@ def _shifted(t: Tensor, left: int) -> Tensor:
     return t << left if left >= 0 else t >> -left
 
 
+# By bits of the mantissa: the type of torch that holds all values of a format of at most 8 bits.
+FLOAT8 = {1: torch.float8_e5m2, 2: torch.float8_e5m2, 3: torch.float8_e4m3fn}
+
+
 @dataclass(frozen=True)
 class Layout:
     """What the codes of a tensor are, and how they lie in its storage.
@@ -109,9 +113,9 @@ class Layout:
         if self.bits == 8:
             if self.mantissa_bits is None:
                 return codes.to(torch.int8 if self.signed else torch.uint8)
-            return codes.to(torch.float8_e4m3fn if self.mantissa_bits == 3 else torch.float8_e5m2)
+            return codes.to(FLOAT8[self.mantissa_bits])
         if self.mantissa_bits is not None:
-            codes = self._minifloat_codes(codes)
+            codes = self._minifloat_codes(codes.float())
         return pack(codes.int() if codes.is_floating_point() else codes, self.bits)
 
     def load(self, storage: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qgnn import ops
 from qgnn.formats._format import Encoded, Format
-from qgnn.packing import Layout
+from qgnn.packing import FLOAT8, Layout
 from qgnn.reference._common import row_chunks
 from qgnn.reference.grids import affine_codes, bits_of_rows, elements, from_blocks, to_blocks
 from qgnn.rng import make_seed
@@ -59,8 +59,7 @@ class GridFormat(Format):
             return codes, self._scales(exponent), None
         num_rows, width = rows.shape
         num_blocks = -(-width // grid.block_size) if grid.block_size else 1
-        wide = torch.int32 if grid.affine else torch.int16  # without a sign, 16 bits do not fit int16
-        codes = rows.new_empty((num_rows, width), dtype=wide if self._is_integer_grid else torch.float32)
+        codes = rows.new_empty((num_rows, width), dtype=self._dtype)
         scales = rows.new_zeros((num_rows, num_blocks), dtype=torch.float32 if grid.affine else torch.uint8)
         zero = rows.new_zeros((num_rows, num_blocks), dtype=torch.float32) if grid.affine else None
         size = min(grid.block_size or width, width)
@@ -74,6 +73,15 @@ class GridFormat(Format):
                 scale = (shared + 127).masked_fill_(poisoned, _POISON).to(torch.uint8)
             codes[part], scales[part] = from_blocks(values, width).to(codes.dtype), scale.squeeze(2)
         return codes, scales if grid.affine else self._scales(scales), zero
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The narrowest type that holds codes until they are packed."""
+        if not self._is_integer_grid:
+            return FLOAT8[self.grid.mantissa_bits]
+        if not self.grid.affine:
+            return torch.int16
+        return torch.uint8 if self.bits <= 8 else torch.int32  # without a sign, 16 bits do not fit int16
 
     def _scales(self, exponent: Tensor) -> Tensor:
         """Shared exponents as they are stored: of blocks those, of slices the fp32 factors of codes."""

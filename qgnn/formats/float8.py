@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qgnn.formats._format import Encoded, Format, check_kind, only_width
-from qgnn.packing import Layout
+from qgnn.packing import FLOAT8, Layout
 from qgnn.reference._common import row_chunks
 from qgnn.reference.grids import round_elements
 from qgnn.rng import random_bits16
@@ -66,7 +66,7 @@ class Float8(Format):
     def _encode_rows(self, rows: Tensor, seed: Tensor | None) -> Encoded:
         mantissa_bits, min_exponent, largest = _ELEMENTS[self.kind]
         grid = Grid(0, False, 0, 0, mantissa_bits, min_exponent, -largest, largest, False)
-        codes = rows.new_empty(rows.shape, dtype=torch.float32)
+        codes = rows.new_empty(rows.shape, dtype=FLOAT8[mantissa_bits])
         scales = rows.new_zeros((rows.shape[0], 1), dtype=torch.float32)
         for part in row_chunks(*rows.shape) if rows.shape[1] else ():
             values = rows[part].float()
@@ -76,7 +76,7 @@ class Float8(Format):
             inverse = torch.where(live, torch.full_like(absmax, largest) / absmax, 0.0)
             bits16 = None if seed is None else random_bits16(part.start, part.stop - part.start, rows.shape[1], seed)
             units = (values * inverse).masked_fill_(poisoned, 0.0)
-            codes[part] = round_elements(units, grid, bits16)
+            codes[part] = round_elements(units, grid, bits16).to(codes.dtype)
             scale = torch.where(live, absmax * (1.0 / largest), 0.0)
             scales[part] = scale.masked_fill_(poisoned, float("nan"))
         return codes, scales, None

@@ -52,7 +52,7 @@ class Int(Format):
     @property
     def arithmetic_density(self) -> float | None:
         """That of INT8 and INT4."""
-        return {8: 7.7, 4: 20.9}.get(self.bits)
+        return {8: 7.7, 4: 20.9}.get(self.bits) if self.symmetric else None
 
     def _layout(self, shape: tuple[int, ...], dim: int) -> Layout:
         return Layout(self.bits, shape, dim, signed=self.symmetric)
