@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from qgnn.packing import Layout
+from qgnn.packing import Layout, packed_bytes
 from qgnn.qtensor import QTensor
 from qgnn.reference._common import row_chunks
 from qgnn.rng import make_seed
@@ -59,6 +59,9 @@ class Format(ABC):
 
     def encode(self, x: Tensor, dim: int | None = -1, seed: int | Tensor | None = None) -> QTensor:
         """Quantize ``x``, with scales of slices or of blocks along ``dim``.
+
+        Beside what is stored, packed codes pass through one or two bytes a value (four for affine ones above 8 bits), and
+        slices that do not lie in rows through a copy; all else is made by parts of 2**20 values.
 
         Args:
             x: Values of any floating type and shape with at least one dimension.
@@ -162,8 +165,13 @@ class _StraightThrough(torch.autograd.Function):
 
 def _stored(codes: Tensor, layout: Layout) -> Tensor:
     """Codes as they are stored, packed by parts."""
-    parts = [layout.store(codes[rows]) for rows in row_chunks(*codes.shape)]
-    return torch.cat(parts) if len(parts) > 1 else (parts[0] if parts else layout.store(codes))
+    parts = list(row_chunks(*codes.shape))
+    if layout.bits == 8 or len(parts) < 2:
+        return layout.store(codes)
+    stored = codes.new_empty((codes.shape[0], packed_bytes(codes.shape[1], layout.bits)), dtype=torch.uint8)
+    for part in parts:
+        stored[part] = layout.store(codes[part])
+    return stored
 
 
 def check_width(owner: str, name: str, value: object, low: int, high: int, why: str = "") -> None:
