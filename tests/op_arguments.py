@@ -95,8 +95,19 @@ def arguments_of(name: str) -> dict[str, Any]:
             "format_name": "int4",
         },
         "matmul_shared": lambda: {
-            **{"x": codes(S, F), "x_exponent": exponents(S, 2), "weight": codes(H, F), "weight_exponent": exponents(H, 2)},
-            **{"bias": torch.randn(H), "block_size": 4, "fraction_bits": 6, "pass_": "forward", "format_name": "msfp12"},
+            **{
+                "x": codes(S, F),
+                "x_exponent": exponents(S, 2),
+                "weight": codes(H, F),
+                "weight_exponent": exponents(H, 2),
+            },
+            **{
+                "bias": torch.randn(H),
+                "block_size": 4,
+                "fraction_bits": 6,
+                "pass_": "forward",
+                "format_name": "msfp12",
+            },
         },
         "matmul": lambda: {
             **{**rows, "weight": torch.randn(H, F), "bias": torch.randn(H)},
