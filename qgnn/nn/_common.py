@@ -32,14 +32,14 @@ _MESSAGE_METHODS = ("message", "aggregate", "message_and_aggregate", "update", "
 
 @lru_cache(maxsize=64)
 def _nearest(config: QConfig) -> QConfig:
-    return replace(config, fmt=None, rounding="nearest")
+    return replace(config, rounding="nearest")
 
 
 def active_config(training: bool, config: QConfig | None) -> QConfig | None:
     """The config of a call: a layer in eval mode rounds to nearest."""
     if config is None or training or not config.stochastic:
         return config
-    return replace(config, fmt=None, rounding="nearest") if torch.compiler.is_compiling() else _nearest(config)
+    return replace(config, rounding="nearest") if torch.compiler.is_compiling() else _nearest(config)
 
 
 def operand(x: Tensor | QTensor, config: QConfig | None, *, shared: bool = False) -> Tensor | QTensor:
