@@ -77,7 +77,8 @@ def make_model(
         out_channels: Number of classes.
         recipe: Sizes and dropout.
         scheme: Its ``config`` converts PyG's model, all layers but the last, whose outputs are the logits. What
-            converted layers keep for the backward pass follows its compression.
+            converted layers keep for the backward pass follows its compression if they compute in integers; with other
+            formats they keep the codes that they computed with.
         by_graph: Whether the model classifies graphs: then ``recipe.layers`` convolutions precede the last layer.
     """
     sizes = (in_channels, recipe.hidden, recipe.layers)
@@ -91,9 +92,12 @@ def make_model(
             model = GraphClassifier(convolutions, out_channels, recipe.dropout)
         else:
             model = cls(*sizes, out_channels, dropout=recipe.dropout, **options)
-    if scheme.config is None:
+    config, blocks = scheme.config, scheme.compression.blocks
+    if config is None:
         return model
-    return quantize_(model, replace(scheme.config, save=scheme.compression.blocks or scheme.config.save))
+    if blocks is not None and config.is_integer:
+        config = replace(config, save=blocks)
+    return quantize_(model, config)
 
 
 def first_layer(model: nn.Module) -> nn.Module:

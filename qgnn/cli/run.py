@@ -15,7 +15,6 @@ from qgnn.cli.recipe import Recipe
 from qgnn.cli.scheme import Scheme
 from qgnn.cli.task import Features, Forward, Task
 from qgnn.config import QConfig
-from qgnn.formats import Int
 from qgnn.memory import MIB
 from qgnn.qtensor import QTensor
 from qgnn.trace import trace
@@ -123,10 +122,10 @@ def model_input(x: Tensor, recipe: Recipe, scheme: Scheme) -> Features:
 
     The codes take the place of the features in everything that a run keeps.
     """
-    fmt = None if scheme.config is None else scheme.config.fmt
-    if not isinstance(fmt, Int) or scheme.schedule is not None or recipe.input_dropout:
+    config = scheme.config
+    if config is None or not config.is_integer or scheme.schedule is not None or recipe.input_dropout:
         return x
-    return functional.quantize(x, QConfig(fmt=fmt, rounding="nearest"))
+    return functional.quantize(x, QConfig(bits=config.bits, rounding="nearest"))
 
 
 def inspect_step(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,25 +64,20 @@ class Scheme:
         """The same with another compression.
 
         Raises:
-            ValueError: If there is nothing whose width the schedule could change, or no format of such a width.
+            ValueError: If there is nothing whose width the schedule could change, or no such width.
         """
-        scheme = replace(self, compression=compression)
-        if self.schedule is None:
-            return scheme
-        blocks, fmt = compression.blocks, None if self.config is None else self.config.fmt
-        with_bits: Callable[[int], Any]
-        if fmt is not None:
-            with_bits = fmt.with_bits
-        elif blocks is not None:
-            with_bits = lambda bits: replace(blocks, bits=bits)  # noqa: E731, one of two
-        else:
-            raise ValueError(
-                f"the schedule of {self.name!r} expects codes whose width it can change; put a format such as int8 in "
-                f"place of {self.name.partition(':')[0]}, or compress what is kept for backward"
-            )
-        for bits in parse_schedule(self.schedule)[1]:
-            with_bits(bits)
-        return scheme
+        blocks = compression.blocks
+        for bits in () if self.schedule is None else parse_schedule(self.schedule)[1]:
+            if self.config is not None:
+                self.config.with_bits(bits)
+            elif blocks is not None:
+                replace(blocks, bits=bits)
+            else:
+                raise ValueError(
+                    f"the schedule of {self.name!r} expects codes whose width it can change; put a format such as int8 "
+                    f"in place of {self.name.partition(':')[0]}, or compress what is kept for backward"
+                )
+        return replace(self, compression=compression)
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """What a forward pass runs in: torch's autocast for ``bf16``, nothing for the others."""
@@ -113,7 +107,7 @@ def parse_scheme(text: str) -> Scheme:
             raise ValueError(f"expected a number format in front of the component {components[0]!r} (got {text!r})")
         return Scheme(":".join([format, *schedules]), bf16=format == "bf16", schedule="".join(schedules) or None)
     fmt = _parse_format(format)
-    config = QConfig.only(**{components[0]: fmt}) if components else QConfig(fmt=fmt)
+    config = _only(components[0], fmt) if components else QConfig(fmt=fmt)
     scheme = Scheme(":".join([str(fmt), *components, *schedules]), config, schedule="".join(schedules) or None)
     return scheme.with_compression(NO_COMPRESSION)  # checks the widths
 
@@ -144,3 +138,8 @@ def _parse_format(name: str) -> formats.Format:
         return formats.parse(name)
     except ValueError as error:
         raise ValueError(f"expected fp32, bf16 or a number format (got {name!r}): {error}") from error
+
+
+def _only(component: str, fmt: formats.Format) -> QConfig:
+    named: dict[str, Any] = {component: fmt}
+    return QConfig.only(**named)
