@@ -87,8 +87,9 @@ def make_model(
     else:
         cls, options = _BASIC[name]
         if by_graph:
-            uncached = {option: value for option, value in options.items() if option != "cached"}  # several graphs
-            convolutions = cls(*sizes, dropout=recipe.dropout, **uncached)
+            # Training, validation and test see other edges, so none may be remembered; means of unlike graphs need a norm.
+            options = {name: value for name, value in options.items() if name != "cached"} | {"norm": "batch_norm"}
+            convolutions = cls(*sizes, dropout=recipe.dropout, **options)
             model = GraphClassifier(convolutions, out_channels, recipe.dropout)
         else:
             model = cls(*sizes, out_channels, dropout=recipe.dropout, **options)

@@ -30,7 +30,8 @@ class Run(NamedTuple):
         mean_bits: Mean over the epochs of the width that a schedule set; ``None`` without a schedule.
         widths: The width of each epoch; empty without a schedule.
         saved_mib: What autograd keeps between forward and backward: the inputs of layers and what lies between them,
-            without parameters and the graph. Like all below, ``None`` or empty if the run was not measured.
+            without parameters and the graph; with a schedule, in the width behind the last epoch. Like all below,
+            ``None`` or empty if the run was not measured.
         original_mib: The same without compression.
         features_mib: The features among both, as the first layer keeps them: no compression touches them.
         peak_mib: The largest amount of memory in use during training, if it can be had.
@@ -84,6 +85,7 @@ def train_run(
     inputs = [model_input(x, recipe, scheme) for x in task.features]
     forward = forward_of(model, scheme, device)
     timer, compressed = StepTimer(device), scheme.compression.context(seed)
+    schedule = scheme.make_schedule(model, compressed, recipe.epochs)
     best_val_acc, test_acc, loss = -1.0, 0.0, math.nan
     for epoch in range(1, recipe.epochs + 1):
         model.train()
@@ -98,8 +100,14 @@ def train_run(
             val_acc, test_acc_now = evaluate(model, forward, task, inputs)
             if val_acc > best_val_acc:
                 best_val_acc, test_acc = val_acc, test_acc_now
+        if schedule is not None:
+            schedule.step(loss=step_loss.detach())
         on_epoch()
     run = Run(test_acc, loss, timer.median_ms)
+    if schedule is not None:
+        run = run._replace(mean_bits=schedule.mean_bits, widths=tuple(schedule.history[: recipe.epochs]))
+        if scheme.config is None:  # of a model, the layers know it
+            scheme = scheme.with_compression(scheme.compression.with_bits(schedule.current_bits))
     if not measure:
         return run
     run = run._replace(peak_mib=peak.mib)  # before the steps that measure the rest

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from qgnn import formats
 from qgnn.cli.compression import NO_COMPRESSION, Compression, parse_compression
 from qgnn.config import QConfig
+from qgnn.schedule import ActiveSchedule, PlateauSchedule, Schedule, StaticSchedule
 
 FULL_PRECISION = ("fp32", "bf16")
 ALL = "all"  # every component
@@ -66,18 +68,34 @@ class Scheme:
         Raises:
             ValueError: If there is nothing whose width the schedule could change, or no such width.
         """
-        blocks = compression.blocks
         for bits in () if self.schedule is None else parse_schedule(self.schedule)[1]:
             if self.config is not None:
                 self.config.with_bits(bits)
-            elif blocks is not None:
-                replace(blocks, bits=bits)
+            elif compression.blocks is not None:
+                compression.with_bits(bits)
             else:
                 raise ValueError(
                     f"the schedule of {self.name!r} expects codes whose width it can change; put a format such as int8 "
                     f"in place of {self.name.partition(':')[0]}, or compress what is kept for backward"
                 )
         return replace(self, compression=compression)
+
+    def make_schedule(self, model: nn.Module, compressed: Any, epochs: int) -> Schedule | None:
+        """What sets the widths of the epochs, if any: of the model's layers, or of the compressor in front of them.
+
+        Args:
+            model: The model, converted by ``config`` if there is one.
+            compressed: What :attr:`compression` made for its training steps.
+            epochs: The length of the training.
+        """
+        if self.schedule is None:
+            return None
+        kind, widths = parse_schedule(self.schedule)
+        target = compressed if self.config is None else model
+        if kind == "sdq":
+            return StaticSchedule(target, widths, epochs)
+        start, stop = widths
+        return (ActiveSchedule if kind == "adq" else PlateauSchedule)(target, start, stop)
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """What a forward pass runs in: torch's autocast for ``bf16``, nothing for the others."""

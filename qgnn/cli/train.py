@@ -20,7 +20,7 @@ from qgnn.cli.plot import check_plot, write_plot
 from qgnn.cli.provenance import make_stamp, now
 from qgnn.cli.recipe import Recipe, recipe_for
 from qgnn.cli.run import Run, train_run
-from qgnn.cli.scheme import Scheme
+from qgnn.cli.scheme import Scheme, parse_schedule
 from qgnn.cli.task import Task, make_task
 from qgnn.data import DatasetError, GraphSet, load, load_graphs
 from qgnn.data.datasets import GRAPH_ENTRIES, key
@@ -113,6 +113,12 @@ def check_layers(options: argparse.Namespace, recipe: Recipe, by_graph: bool) ->
             raise UsageError(
                 f"--precision {scheme.name} expects at least 2 layers (got --layers {recipe.layers}), since the "
                 "last layer stays in full precision; give --layers 2 or leave it out"
+            )
+        kind, widths = ("", ()) if scheme.schedule is None else parse_schedule(scheme.schedule)
+        if kind == "sdq" and len(widths) > recipe.epochs:
+            raise UsageError(
+                f"--precision {scheme.name} expects at least {len(widths)} epochs, one a width (got {recipe.epochs}); "
+                f"give --epochs {len(widths)} or more"
             )
 
 
