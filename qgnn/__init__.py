@@ -3,7 +3,7 @@
 Importing this package loads neither Triton nor a compiler; the first call on a CUDA tensor does.
 """
 
-from qgnn import compress, data, formats, functional, nn, rng
+from qgnn import compress, data, formats, functional, metrics, nn, rng, schedule
 from qgnn.compress import compress_activations
 from qgnn.compressed_tensor import CompressedTensor
 from qgnn.config import QConfig
@@ -25,10 +25,12 @@ __all__ = [
     "data",
     "formats",
     "functional",
+    "metrics",
     "nn",
     "quantize_",
     "revert_",
     "rng",
+    "schedule",
     "summary",
     "trace",
 ]

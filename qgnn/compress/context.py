@@ -179,7 +179,7 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
                     f"'compress_activations' expects 'block_size' to be an int, None or 'measured' (got {block_size!r})"
                 )
             block_size, self._block_sizes = None, {}
-        self._blocks = Blocks(bits, block_size, projection, bins, metadata_dtype)
+        self._blocks = self._given = Blocks(bits, block_size, projection, bins, metadata_dtype)
         if budget_mib is not None and (isinstance(budget_mib, bool) or not isinstance(budget_mib, (int, float))):
             raise TypeError(f"'compress_activations' expects 'budget_mib' to be a number or None (got {budget_mib!r})")
         if (budget_mib is not None and not budget_mib > 0) or reestimate_every < 1:
@@ -205,6 +205,27 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
                     f"{hint}"
                 )
         self._open: list[ExitStack] = []
+
+    @property
+    def bits(self) -> int:
+        """Width of a code. A new one holds from the next block on; bins are uniform in widths that have no others, and
+        as they were given in those that have.
+
+        Raises:
+            TypeError: If it is set to something else than an int.
+            ValueError: If it is set to another width than 1, 2, 4 or 8, to one in which a block of the given length
+                would not be whole bytes, or where a budget chooses widths.
+        """
+        return self._blocks.bits
+
+    @bits.setter
+    def bits(self, bits: int) -> None:
+        if self._budget is not None:
+            raise ValueError(
+                f"'compress_activations' chooses widths itself where it has a 'budget_mib' (got bits={bits!r}); make "
+                f"one without a budget"
+            )
+        self._blocks = with_bits(self._given, bits)
 
     def __enter__(self) -> Report:
         if torch.compiler.is_compiling():
