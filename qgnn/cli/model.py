@@ -51,7 +51,7 @@ class GCN2(nn.Module):
 
 
 class GraphClassifier(nn.Module):
-    """Convolutions, the mean of the rows of each graph, and a dense layer."""
+    """Convolutions with batch norms, the mean of the rows of each graph, and a dense layer."""
 
     def __init__(self, convolutions: BasicGNN, out_channels: int, dropout: float) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def make_model(
     else:
         cls, options = _BASIC[name]
         if by_graph:
-            # Training, validation and test see other edges, so none may be remembered; means of unlike graphs need a norm.
+            # Each split has edges of its own, so none may be remembered.
             options = {name: value for name, value in options.items() if name != "cached"} | {"norm": "batch_norm"}
             convolutions = cls(*sizes, dropout=recipe.dropout, **options)
             model = GraphClassifier(convolutions, out_channels, recipe.dropout)

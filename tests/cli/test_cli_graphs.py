@@ -38,14 +38,14 @@ def graphs(root: Path) -> GraphSet:
 @pytest.fixture
 def train_mutag(root: Path) -> Train:
     def run(*arguments: str) -> int:
-        return main(["train", "--dataset", "MUTAG", "--root", str(root), "--device", "cpu", "--epochs", "2", *arguments])
+        return main(
+            ["train", "--dataset", "MUTAG", "--root", str(root), "--device", "cpu", "--epochs", "2", *arguments]
+        )
 
     return run
 
 
-def test_the_command_trains_on_graphs(
-    train_mutag: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_trains_on_graphs(train_mutag: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["--precision", "fp32,int8", "--compress", "none,int2", "--seeds", "1", "--hidden", "8"]
     assert train_mutag(*names, "--json", str(tmp_path / "out.json")) == 0
     out = capsys.readouterr().out

@@ -83,7 +83,7 @@ def test_each_function_names_the_other() -> None:
         load("MUTAG")
     with pytest.raises(ValueError, match="'load_graphs' does not read the data set 'cora'; call 'load', which does"):
         load_graphs("cora")
-    with pytest.raises(ValueError, match="did you mean 'proteins'.*'load' reads wordnet, cora"):
+    with pytest.raises(ValueError, match=r"did you mean 'proteins'.*'load' reads wordnet, cora"):
         load_graphs("protein")
     with pytest.raises(ValueError, match="'kind' to be 'node' or 'graph'"):
         dataset_names("edge")
