@@ -1,11 +1,12 @@
 """The arguments of the command line, checked before anything slow is imported or run."""
 
 import argparse
+import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from qgnn.cli.compression import Compression, parse_compression
-from qgnn.cli.precision import Precision, parse_precision
+from qgnn.cli.scheme import Scheme, parse_scheme
 
 MODELS = ("gcn", "sage", "gat", "gin", "gcn2")
 
@@ -49,18 +50,18 @@ def number_in(low: float, high: float, *, low_open: bool = False, high_open: boo
 
 
 def list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """An argument type: comma-separated items, each parsed by ``parse``, without repetition."""
+    """An argument type: items between commas that are not in brackets, each parsed by ``parse``, without repetition."""
 
     def parse_list(text: str) -> list[Any]:
-        return list(dict.fromkeys(parse(item.strip()) for item in text.split(",")))
+        return list(dict.fromkeys(parse(item.strip()) for item in re.split(r",(?![^\[]*\])", text)))
 
     return parse_list
 
 
-def precision(text: str) -> Precision:
-    """:func:`parse_precision` as an argument type."""
+def scheme(text: str) -> Scheme:
+    """:func:`parse_scheme` as an argument type."""
     try:
-        return parse_precision(text)
+        return parse_scheme(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -118,11 +119,13 @@ def _add_train(commands: Any) -> None:
     what.add_argument("--model", default="gcn", choices=MODELS, help="model (default: %(default)s)")
     what.add_argument(
         "--precision",
-        type=list_of(precision),
+        type=list_of(scheme),
         default="fp32,int8",
         metavar="LIST",
-        help="of fp32 (PyG's own layers), bf16 (the same under autocast), int2 to int8 (the same model converted, "
-        "all layers but the last); default: %(default)s",
+        help="of fp32 (PyG's own layers), bf16 (the same under autocast), and number formats such as int8, int4, "
+        "fixed8, msfp12, mxfp4 or fp8-e4m3 (the same model converted, all layers but the last); append :weights or "
+        "another component to quantize it alone, :sdq[2,4,8], :adq[2,8] or :plateau[2,8] for widths that grow with the "
+        "epochs or where the loss stands still; default: %(default)s",
     )
     what.add_argument(
         "--compress",
