@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -41,7 +41,9 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def run_all(runs: Sequence[RunSpec], execute: Execute, processes: int, context: str = "spawn") -> Iterator[Outcome]:
+def run_all(
+    runs: Sequence[RunSpec], execute: Execute, processes: int, context: str = "spawn"
+) -> Generator[Outcome, None, None]:
     """Carry out runs in other processes, each with one thread.
 
     A process stays on a data set while it has runs left. One that dies makes its run a failed one and is replaced. All
@@ -83,8 +85,9 @@ def run_all(runs: Sequence[RunSpec], execute: Execute, processes: int, context: 
                     if left:
                         start()
                 else:
-                    if run := _take(left, worker.dataset, [other.dataset for other in workers.values()]):
-                        worker.send(run)
+                    following = _take(left, worker.dataset, [other.dataset for other in workers.values()])
+                    if following is not None:
+                        worker.send(following)
                     else:
                         worker.end()
                         del workers[connection]
@@ -180,6 +183,7 @@ def _work(connection: Connection, execute: Execute) -> None:
     connection.send(None)
     while True:
         run = connection.recv()
+        message: tuple[str | None, str | None, str | None]
         try:
             message = json.dumps(execute(run)), None, None
         except Exception as error:

@@ -14,11 +14,12 @@ from typing import Any
 from qgnn import formats
 from qgnn.cli.args import MODELS
 from qgnn.cli.errors import UsageError
-from qgnn.cli.model import GAT_HEADS
+from qgnn.cli.model import GAT_HEADS, GRAPH_MODELS
 from qgnn.cli.scheme import ALL, Scheme, parse_schedule
 from qgnn.cli.sweep.run_spec import BASELINE, NONE, RunSpec
 from qgnn.config import COMPONENTS, ROUNDINGS
 from qgnn.data import dataset_names
+from qgnn.data.datasets import GRAPH_ENTRIES
 from qgnn.data.datasets import key as dataset_key
 
 if sys.version_info >= (3, 11):
@@ -133,7 +134,7 @@ def _expand(settings: dict[str, Any]) -> list[RunSpec]:
     recipe = tuple((name, settings[name]) for name in sorted(_RECIPE) if name in settings)
     runs = []
     for dataset, model in product(settings["datasets"], settings.get("models", ["gcn"])):
-        _check_sizes(model, settings)
+        _check_sizes(dataset, model, settings)
         for parts in product(*(settings.get(name, default) for name, default in _OF_SCHEME.items())):
             fmt, component, schedule, rounding = parts
             if schedule != NONE and fmt != BASELINE:
@@ -141,27 +142,27 @@ def _expand(settings: dict[str, Any]) -> list[RunSpec]:
                     Scheme.from_parts(fmt, component, schedule)
                 except ValueError as error:
                     raise ValueError(f"{fmt} with the schedule {schedule}: {error}") from error
-            named = (fmt, NONE, NONE, NONE) if fmt == BASELINE else (fmt, component, schedule, rounding)
-            runs += [RunSpec(dataset, model, *named, seed, recipe) for seed in settings.get("seeds", [0])]
+            for seed in settings.get("seeds", [0]):
+                run = RunSpec(dataset, model, fmt, component, schedule, rounding, seed, recipe)
+                runs.append(run.baseline if fmt == BASELINE else run)
     return list(dict.fromkeys(runs))
 
 
 _OF_SCHEME = {"formats": [], "components": [ALL], "schedules": [NONE], "rounding": ["stochastic"]}
 
 
-def _check_sizes(model: str, settings: dict[str, Any]) -> None:
-    """Raise if a model cannot have the size that is given for it."""
-    for name, needed, is_right in _SIZES.get(model, ()):
-        if name in settings and not is_right(settings[name]):
-            raise ValueError(f"{model} expects {needed} (got {name} = {settings[name]})")
-    if settings.get("layers", 2) < 2:
-        raise ValueError("expected layers of at least 2 (got 1), since the last layer stays in full precision")
-
-
-_SIZES: dict[str, tuple[tuple[str, str, Callable[[int], bool]], ...]] = {
-    "gat": (("hidden", f"a multiple of {GAT_HEADS}, its number of heads", lambda hidden: hidden % GAT_HEADS == 0),),
-    "gcn2": (("layers", "at least 3 layers, the first and the last of which are dense", lambda layers: layers >= 3),),
-}
+def _check_sizes(dataset: str, model: str, settings: dict[str, Any]) -> None:
+    """Raise if the model is not made for such data, or cannot have the size that is given for it."""
+    by_graph = dataset in GRAPH_ENTRIES
+    if by_graph and model not in GRAPH_MODELS:
+        raise ValueError(f"{dataset} expects one of the models {', '.join(GRAPH_MODELS)} (got {model})")
+    hidden, layers = settings.get("hidden", GAT_HEADS), settings.get("layers", 3)
+    if model == "gat" and hidden % GAT_HEADS:
+        raise ValueError(f"gat expects hidden to be a multiple of {GAT_HEADS}, its number of heads (got {hidden})")
+    if model == "gcn2" and layers < 3:
+        raise ValueError(f"gcn2 expects layers of at least 3, since the first and the last are dense (got {layers})")
+    if layers < 2 and not by_graph:
+        raise ValueError(f"expected layers of at least 2, since the last stays in full precision (got {layers})")
 
 
 def _one_of(choices: Sequence[str]) -> Check:
@@ -191,7 +192,7 @@ def _name(value: Any) -> str:
 
 
 def _dataset(value: Any) -> str:
-    return _one_of(dataset_names())(dataset_key(_text(value)))
+    return _one_of(dataset_names() + dataset_names("graph"))(dataset_key(_text(value)))
 
 
 def _format(value: Any) -> str:
