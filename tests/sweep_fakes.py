@@ -1,11 +1,14 @@
 """Runs of a sweep that train nothing: what new processes import, and a sweep that is killed again and again."""
 
+import contextlib
 import json
 import os
 import random
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,20 @@ HEADER = {"device": "cpu", "commit": None, "dirty": None}
 def runs_of(number: int) -> list[RunSpec]:
     """Runs on two data sets, in an order that changes between them."""
     return [RunSpec("ab"[n % 2], "gcn", "int8", "all", "none", "nearest", n) for n in range(number)]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+    """Return when the condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError("waited in vain")
+        time.sleep(0.002)
+
+
+def has_lines(path: Path, number: int) -> bool:
+    """Whether a file has so many whole lines."""
+    return path.exists() and path.read_bytes().count(b"\n") >= number
 
 
 def note(variable: str, text: str) -> None:
@@ -52,16 +69,6 @@ def threads(run: RunSpec) -> dict[str, Any]:
     return {"threads": torch.get_num_threads(), "is_main": "pytest" in sys.modules}
 
 
-class Unreadable:
-    """What no process can receive."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os._exit, (3,)
-
-    def __call__(self, run: RunSpec) -> dict[str, Any]:
-        return {}
-
-
 def half(run: RunSpec) -> dict[str, Any]:
     """The first two runs end, the others do not while a test runs."""
     if run.seed >= 2:
@@ -82,17 +89,16 @@ def troubled(run: RunSpec) -> dict[str, Any]:
 
 
 def sweep(path: Path, number: int, execute: Execute = fake) -> None:
-    """The sweep: what is missing, over two processes. They are forked, which is quick and safe without a computation."""
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            journal = Journal(path)
-            break
-        except UsageError:  # processes of a killed one hold its lock until they see that it is gone
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.005)
-    with journal:
+    """The sweep: what is missing, over two processes; they are forked, which is quick, and safe without OpenMP."""
+    journals = []
+
+    def is_open() -> bool:
+        with contextlib.suppress(UsageError):  # forks of a killed one hold its lock until they see that it is gone
+            journals.append(Journal(path))
+        return bool(journals)
+
+    wait_for(is_open)
+    with journals[0] as journal:
         todo = missing(runs_of(number), journal, "cpu", retry_failed=False)
         if todo:
             journal.append(START, **HEADER)
@@ -103,12 +109,15 @@ def kill_and_resume(path: Path, number: int, kills: int = 10) -> list[int]:
     """The exit codes of a sweep whose process is killed at random moments, so often, and then may end."""
     draw, codes = random.Random(5), []
     for attempt in range(kills + 1):
+        before = path.read_bytes().count(b"\n") if path.exists() else 0
         child = os.fork()
         if child == 0:
             sweep(path, number)
             os._exit(0)
         if attempt < kills:
-            time.sleep(draw.uniform(0.0, 0.1))
+            if attempt % 3:  # in the midst of runs; else perhaps before the first
+                wait_for(partial(has_lines, path, before + 2))
+            time.sleep(draw.uniform(0.0, 0.05))
             os.kill(child, signal.SIGKILL)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     return codes
@@ -128,11 +137,7 @@ def interrupt(path: Path, number: int) -> int:
         except SystemExit as stop:
             os._exit(stop.code if isinstance(stop.code, int) else 1)
         os._exit(0)
-    deadline = time.monotonic() + 20
-    while not started.exists() or len(started.read_text().split()) < 2:
-        if time.monotonic() > deadline:
-            raise TimeoutError("the sweep did not start")
-        time.sleep(0.005)
+    wait_for(lambda: has_lines(started, 2) and has_lines(path, 3))
     os.killpg(child, number)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 

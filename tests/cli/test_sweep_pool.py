@@ -6,18 +6,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from qgnn.cli.errors import UsageError
+from qgnn.cli.sweep import pool
 from qgnn.cli.sweep.journal import DONE, FAILED, RUN, START, Journal
 from qgnn.cli.sweep.pool import run_all
 from qgnn.cli.sweep.runner import carry_out, missing
 from qgnn.cli.sweep.table import rows_of, write_table
-from sweep_fakes import HEADER, PIDS, STARTED, Unreadable, fake, runs_of, threads, troubled, whose
+from sweep_fakes import HEADER, PIDS, STARTED, fake, runs_of, threads, troubled, wait_for, whose
 
 # Python 3.12 and newer, in a process with threads; what is forked here computes nothing.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -34,7 +34,7 @@ class Drill(NamedTuple):
 
 @pytest.fixture(scope="module")
 def drill(tmp_path_factory: pytest.TempPathFactory) -> Drill:
-    path, number = tmp_path_factory.mktemp("drill"), 500
+    path, number = tmp_path_factory.mktemp("drill"), 200
     variables = {name: str(path / name) for name in (STARTED, PIDS)}
     ended = subprocess.run(
         [sys.executable, "-m", "sweep_fakes", str(path), str(number)],
@@ -50,13 +50,6 @@ def drill(tmp_path_factory: pytest.TempPathFactory) -> Drill:
 def lines_of(path: Path, kind: str = RUN) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [line for line in lines if line["kind"] == kind]
-
-
-def wait_for(condition: Any, seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
 
 
 def is_gone(pid: int) -> bool:
@@ -78,14 +71,14 @@ def test_ten_kills_and_resumes_give_the_table_of_an_undisturbed_sweep(drill: Dri
 
     assert sorted(line["key"] for line in lines_of(path)) == sorted(run.key for run in runs), "each is recorded once"
     resumes = len(lines_of(path, START))
-    assert resumes > 5
+    assert resumes >= 7
     # Two processes, each in one run, and with the outcome of another on its way, at a kill.
     assert len(runs) <= len((drill.path / STARTED).read_text().split()) <= len(runs) + 4 * resumes
 
 
 def test_processes_end_with_a_parent_that_is_killed(drill: Drill) -> None:
     pids = set((drill.path / PIDS).read_text().split())
-    assert len(pids) > 10
+    assert len(pids) >= 12, "two of each sweep that was killed in the midst of runs"
     wait_for(lambda: all(is_gone(int(pid)) for pid in pids))
 
 
@@ -137,7 +130,7 @@ def test_a_signal_to_all_processes_ends_the_sweep_with_the_journal_whole(drill: 
     path = drill.path / f"{int(number)}.jsonl"
     assert drill.codes[str(int(number))] == code
     assert [line["status"] for line in lines_of(path)] == [DONE] * 2
-    assert "2 of 4 runs are recorded; the same command goes on there" in drill.err
+    assert drill.err.count("all runs that ended are recorded; the same command goes on from there") == 2
     assert "Traceback" not in drill.err
     with Journal(path) as journal:
         assert len(missing(runs_of(4), journal, "cpu", retry_failed=False)) == 2
@@ -149,7 +142,8 @@ def test_new_processes_run_with_one_thread() -> None:
     assert outcome.result == {"threads": 1, "is_main": False}
 
 
-def test_processes_that_cannot_start_end_the_sweep() -> None:
-    """A command at fault would make every run a failed one."""
+def test_processes_that_cannot_start_end_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would make every run a failed one."""
+    monkeypatch.setattr(pool, "_work", lambda *_: os._exit(3))
     with pytest.raises(UsageError, match="a process ended with exit code 3 before its first run"):
-        next(run_all(runs_of(9), Unreadable(), 2))
+        next(run_all(runs_of(9), fake, 2, "fork"))

@@ -64,7 +64,7 @@ def carry_out(
                 journal.append(RUN, **status, **ended, seconds=round(seconds, 3), utc=now())
                 progress.advance(outcome)
         except (KeyboardInterrupt, SystemExit):
-            print(f"{progress.done} of {len(runs)} runs are recorded; the same command goes on there", file=sys.stderr)
+            print("all runs that ended are recorded; the same command goes on from there", file=sys.stderr)
             raise
         minutes = (time.monotonic() - start) / 60
         console.print(f"{progress.done} runs in {minutes:.1f} minutes: {progress.rate:.1f} runs per minute")
