@@ -24,6 +24,9 @@ def execute(run: RunSpec, root: str | None, device: str) -> dict[str, Any]:
         run: What to train.
         root: Folder of the data sets.
         device: Where.
+
+    Raises:
+        RuntimeError: If the run has a schedule, and nothing followed it.
     """
     settings = argparse.Namespace(dataset=run.dataset, model=run.model, root=root, **dict.fromkeys(GIVEN))
     vars(settings).update(run.recipe)
@@ -38,6 +41,8 @@ def execute(run: RunSpec, root: str | None, device: str) -> dict[str, Any]:
         run.model,
         measure=False,
     )
+    if run.schedule != NONE and not result.widths:  # else it would be recorded as what it is not
+        raise RuntimeError(f"the schedule {run.schedule} set no width: this is a run of a fixed one")
     names = ("test_acc", "final_loss", "mean_bits", "widths")
     return {name: value for name, value in result._asdict().items() if name in names}
 
