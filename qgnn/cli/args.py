@@ -75,11 +75,12 @@ def compression(text: str) -> Compression:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of both commands."""
+    """The parser of all commands."""
     parser = Parser(prog="qgnn", description="Train PyTorch Geometric models in int8, and see what that brings.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,info}", parser_class=Parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,sweep,info}", parser_class=Parser)
     _add_train(commands)
+    _add_sweep(commands)
     _add_info(commands)
     return parser
 
@@ -151,3 +152,29 @@ def _add_train(commands: Any) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", help="write every run to FILE")
     output.add_argument("--plot", metavar="FILE", help="draw the table to FILE (.png, .svg, .pdf)")
+
+
+def _add_sweep(commands: Any) -> None:
+    parser = commands.add_parser(
+        "sweep",
+        help="train many combinations of data sets, models, formats, components, schedules and seeds",
+        description="Run every combination that a TOML file names, over processes, and compare the accuracy with that "
+        "of fp32. Each run is recorded when it ends: after Ctrl-C, a kill or a change of the file, the same command "
+        "runs what is missing.",
+    )
+    parser.add_argument("spec", metavar="SPEC", help="the file; examples/formats.toml shows how it is written")
+    parser.add_argument("--results", metavar="DIR", help="folder of the journal and the table (default: sweeps/NAME)")
+    parser.add_argument(
+        "--table", metavar="FILE", help="the table, .csv or .parquet (default: results.csv in the folder of results)"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw the accuracy drop to FILE (.png, .svg, .pdf)")
+    parser.add_argument("--root", metavar="DIR", help="folder of the data sets, in place of the file's")
+    parser.add_argument(
+        "--processes",
+        type=at_least(1),
+        metavar="N",
+        help="runs at a time, in place of the file's number (default: one a core, one on a GPU)",
+    )
+    parser.add_argument("--limit", type=at_least(0), metavar="N", help="end after N runs")
+    parser.add_argument("--retry-failed", action="store_true", help="run again what failed")
+    parser.add_argument("--dry-run", action="store_true", help="count the runs of each grid, and end")

@@ -90,7 +90,7 @@ def test_heads_divide_the_width_before_data_are_loaded(
 
 
 def test_a_missing_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "{train,info}" in error_of(main([]), capsys)
+    assert "{train,sweep,info}" in error_of(main([]), capsys)
 
 
 def test_an_unknown_data_set_lists_the_names(capsys: pytest.CaptureFixture[str]) -> None:
