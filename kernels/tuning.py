@@ -66,6 +66,16 @@ def quantize_grad_tiles(num_rows: int, block_n: int) -> int:
     return triton.cdiv(rows, block_n)
 
 
+QUANTIZE_GRID_MAX_COLUMNS = 4096  # the widest block that one program holds
+
+
+def quantize_grid(num_columns: int, group: int) -> Config:
+    """Whole blocks, 32 elements a thread; of short ones as many as make up 512 columns."""
+    wanted = num_columns if group >= num_columns else max(group, min(num_columns, 512))
+    block_c = _power_of_two(wanted, 2, QUANTIZE_GRID_MAX_COLUMNS)
+    return {"BLOCK_R": min(256, 4096 // block_c), "BLOCK_C": block_c, **_options(4)}
+
+
 def activation(num_columns: int) -> Config:
     """Elementwise: 32 elements a thread, whose bits are one word."""
     block_f = _power_of_two(num_columns, 8, 512)

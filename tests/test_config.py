@@ -8,8 +8,8 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from qgnn import QConfig
-from qgnn.config import check_config, check_product_config
-from qgnn.formats import Blocks, Int
+from qgnn.config import COMPONENTS, OPERANDS, RESULTS, check_config, check_product_config
+from qgnn.formats import MSFP, MXFP4, Blocks, FixedPoint, Int
 
 
 def test_defaults() -> None:
@@ -69,6 +69,69 @@ def test_a_format_gives_its_width(bits: int) -> None:
     assert QConfig(bits=bits).bits == bits
 
 
+def test_operands_that_are_not_named_have_the_format_of_the_config() -> None:
+    config = QConfig(bits=4, components={"weights": MSFP(3), "messages": None})
+    formats = {name: config.format_of(name) for name in COMPONENTS}
+    assert formats["weights"] == MSFP(3)
+    assert formats["messages"] is None
+    assert {formats[name] for name in OPERANDS if name not in ("weights", "messages")} == {Int(4)}
+    assert {formats[name] for name in RESULTS} == {None}
+    with pytest.raises(ValueError, match=r"has the components .* \(got 'weight'\)"):
+        config.format_of("weight")
+
+
+def test_only_leaves_all_others_in_full_precision() -> None:
+    config = QConfig.only(attention=MXFP4(), rounding="nearest")
+    assert [name for name in COMPONENTS if config.format_of(name) is not None] == ["attention"]
+    assert config.rounding == "nearest"
+    assert config.name == "attention=mxfp4"
+    assert QConfig.only().name == "fp32"
+
+
+def test_components_are_part_of_a_value_whatever_their_order() -> None:
+    formats = {"messages": None, "features": Int(4)}
+    config, other = QConfig(components=formats), QConfig(components=dict(reversed(formats.items())))
+    assert config == other
+    assert hash(config) == hash(other)
+    assert config != QConfig()
+    assert replace(config, rounding="nearest").components == config.components
+    names = {"QConfig": QConfig, "Int": Int}
+    assert eval(repr(config), names) == config == pickle.loads(pickle.dumps(config))
+
+
+def test_only_one_symmetric_integer_for_all_operands_is_for_fused_kernels() -> None:
+    fused = [QConfig(), QConfig(4), QConfig(fmt=Int(4)), QConfig(4, components={"weights": Int(4), "attention": None})]
+    assert all(config.is_integer for config in fused)
+    others = [
+        QConfig(fmt=Int(8, symmetric=False)),
+        QConfig(fmt=FixedPoint(8)),
+        QConfig(components={"weights": Int(4)}),
+        QConfig(components={"weights": None}),
+        QConfig(components={"aggregation": Int(8)}),
+        QConfig.only(),
+    ]
+    assert not any(config.is_integer for config in others)
+
+
+def test_name_says_what_is_quantized() -> None:
+    assert QConfig(4).name == "int4"
+    assert QConfig(fmt=MSFP(3)).name == "msfp12"
+    assert QConfig(components=dict.fromkeys(OPERANDS, MSFP(3))).name == "msfp12"
+    assert QConfig.only(weights=Int(4), attention=Int(8)).name == "weights=int4,attention=int8"
+
+
+def test_with_bits_changes_the_width_of_every_format() -> None:
+    config = QConfig(rounding="nearest", components={"weights": MSFP(3), "messages": None})
+    wider = config.with_bits(6)
+    assert wider == QConfig(6, rounding="nearest", components={"weights": MSFP(5), "messages": None})
+    assert QConfig(fmt=FixedPoint(4)).with_bits(12).fmt == FixedPoint(12)
+    assert QConfig.only(weights=FixedPoint(4)).with_bits(12) == QConfig.only(weights=FixedPoint(12))
+    with pytest.raises(ValueError, match="'bits' from 2 to 8"):
+        QConfig().with_bits(12)
+    with pytest.raises(ValueError, match="mxfp4"):
+        QConfig(fmt=MXFP4()).with_bits(6)
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
@@ -78,14 +141,17 @@ def test_a_format_gives_its_width(bits: int) -> None:
         ({"bits": True}, TypeError, r"'bits' to be an int \(got bool\)"),
         ({"fmt": "int8"}, TypeError, r"'QConfig' expects 'fmt' to be a format of qgnn.formats or None \(got 'int8'\)"),
         ({"fmt": Int}, TypeError, r"'fmt' to be a format of qgnn.formats"),
-        ({"fmt": Int(8, False)}, ValueError, r"a symmetric 'fmt' \(got an asymmetric one\): products need"),
+        ({"components": {"weight": Int(4)}}, ValueError, r"'components' among \('features', .* \(got 'weight'\)"),
+        ({"components": {"weights": "int4"}}, TypeError, r"or None for the component 'weights' \(got 'int4'\)"),
+        ({"components": Int(4)}, TypeError, r"'components' to be a dict of formats by component \(got Int\("),
+        ({"fmt": MSFP(3), "save": Blocks()}, ValueError, r"save='int8' or 'fp32' where operands have other formats"),
         ({"bits": 4, "fmt": Int(6)}, ValueError, r"'QConfig' got bits=4 and fmt=Int\(bits=6.*; give one of them"),
         ({"granularity": "column"}, ValueError, r"'granularity' to be one of \('row', 'tensor', 'block'\) \(got 'col"),
         ({"granularity": None}, ValueError, r"'granularity' to be one of .*\(got None\)"),
         ({"rounding": "up"}, ValueError, r"'rounding' to be one of \('stochastic', 'nearest'\) \(got 'up'\)"),
         ({"save": "fp16"}, ValueError, r"'save' to be one of \('int8', 'fp32'\) or qgnn.formats.Blocks \(got 'fp16'\)"),
         ({"save": Int(4)}, TypeError, r"'save' to be one of \('int8', 'fp32'\) or qgnn.formats.Blocks \(got Int\("),
-        ({"save": Blocks}, TypeError, r"'QConfig' expects 'save' to be one of .* \(got <class 'qgnn.formats.blocks.Blocks'>"),
+        ({"save": Blocks}, TypeError, r"'save' to be one of .* \(got <class 'qgnn.formats.blocks.Blocks'>"),
         ({"save": None}, TypeError, r"'QConfig' expects 'save' to be one of .* \(got None\)"),
         ({"keep_fp32": "conv1"}, TypeError, r"'keep_fp32' to be a tuple of module names \(got 'conv1'\)"),
         ({"keep_fp32": (1, 2)}, TypeError, r"'keep_fp32' to be a tuple of module names \(got \(1, 2\)\)"),

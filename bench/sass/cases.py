@@ -14,16 +14,20 @@ from qgnn.kernels.matmul import matmul, matmul_dw, matmul_requantize, quantize_m
 from qgnn.kernels.matmul_shared import matmul_shared
 from qgnn.kernels.memory import empty_codes
 from qgnn.kernels.quantize import quantize, quantize_grad
+from qgnn.kernels.quantize_grid import quantize_dequantize, quantize_shared
 from qgnn.kernels.sddmm import sddmm
 from qgnn.kernels.softmax import attention_scores, attention_scores_backward, softmax, softmax_backward
 from qgnn.kernels.spmm import spmm, spmm_extremum, spmm_requantize
 from torch import Tensor
 
 from qgnn.activation import Activation, mask_width
+from qgnn.rounding import Grid
 
 from .attention import ATTENTION_MAIN, AttentionInputs, attention_cases
 
 MEAN_DEGREE = 14
+FIXED8, AFFINE8 = Grid(0, True, 0, 7, 7, 7, -128, 127, False), Grid(0, False, 0, 0, 0, 0, -128, 127, True)
+MSFP12, MXFP8 = Grid(16, True, 0, 3, 3, 3, -7, 7, False), Grid(32, False, 8, 0, 3, -6, -448, 448, False)
 HUB_SHARE = 40  # rows whose edges the first row has: with enough rows it is a hub, whose chunks a second kernel adds
 
 
@@ -87,6 +91,24 @@ def _quantize_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
         "quantize_grad/fp32/F128": lambda: quantize_grad(made.rows(128), mask=made.mask(128), **behind),
         "quantize_grad/bf16/F256": lambda: quantize_grad(made.rows(256, bf16), mask=made.mask(256), **behind),
         "quantize_grad/fp32/F100/unmasked": lambda: quantize_grad(made.rows(100), **behind),
+    }
+
+
+def _grid_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
+    def row() -> Tensor:
+        return made.rows(128).view(1, -1)
+
+    return {
+        "quantize_dequantize/fp32/F128/msfp12": lambda: quantize_dequantize(made.rows(128), MSFP12),
+        "quantize_dequantize/fp32/F128/msfp12/stochastic": lambda: quantize_dequantize(
+            made.rows(128), MSFP12, seed=made.seed
+        ),
+        "quantize_dequantize/bf16/F256/mxfp8": lambda: quantize_dequantize(made.rows(256, torch.bfloat16), MXFP8),
+        "quantize_dequantize/fp32/F128/fixed8": lambda: quantize_dequantize(made.rows(128), FIXED8),
+        "quantize_dequantize/fp32/F128/affine8": lambda: quantize_dequantize(made.rows(128), AFFINE8),
+        "quantize_dequantize/fp32/tensor/fixed8": lambda: quantize_dequantize(row(), FIXED8),
+        "quantize_shared/fp32/F128/msfp12": lambda: quantize_shared(made.rows(128), MSFP12),
+        "quantize_shared/bf16/F256/fixed8": lambda: quantize_shared(made.rows(256, torch.bfloat16), FIXED8),
     }
 
 
@@ -299,6 +321,7 @@ def make_cases(device: torch.device, num_nodes: int) -> dict[str, Callable[[], A
     made = _Inputs(device, num_nodes)
     return {
         **_quantize_cases(made),
+        **_grid_cases(made),
         **_activation_cases(made),
         **_matmul_cases(made),
         **_spmm_cases(made),
@@ -317,6 +340,7 @@ MAIN = {
     "blocks_unpack/fp32/F128/int2/projection16/G128",
     "quantize/fp32/F128",
     "quantize_grad/fp32/F128",
+    "quantize_dequantize/fp32/F128/msfp12",
     "activation/fp32/F128/elu/codes",
     "activation_backward/fp32/F128/relu",
     "matmul/fp32/K128/M256",

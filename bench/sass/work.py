@@ -57,6 +57,7 @@ WORK: dict[str, Work] = {
     "_blocks_unpack_kernel": Work("value", _values_of_bytes("BLOCK_B", "BLOCK_R"), in_loop=False),
     "_quantize_kernel": Work("value", _tile("BLOCK_N", "BLOCK_F")),
     "_quantize_grad_kernel": Work("value", _tile("BLOCK_N", "BLOCK_F")),
+    "_quantize_grid_kernel": Work("value", _tile("BLOCK_R", "BLOCK_C"), in_loop=False),
     "_activation_kernel": Work("value", _tile("BLOCK_N", "BLOCK_F")),
     "_activation_backward_kernel": Work("value", _tile("BLOCK_N", "BLOCK_F")),
     "_quantize_matmul_kernel": Work("value and output", _values_and_outputs, in_loop=False, trips=_output_tiles),

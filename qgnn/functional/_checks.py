@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qgnn import ops
 from qgnn.activation import dropout_threshold
 from qgnn.config import QConfig
 from qgnn.graph import Graph, as_graph
@@ -48,6 +50,15 @@ def epilogue_of(
     tensors = [t for t in operands if t is not None]
     keep = (relu or threshold > 0) and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     return Epilogue(relu, threshold, make_seed(seed, tensors[0].device) if threshold else None, keep)
+
+
+def apply_epilogue(owner: str, y: Tensor, activation: str | None, dropout: float, seed: int | Tensor | None) -> Tensor:
+    """The epilogue of a call, in a pass of its own behind its result ``y``."""
+    relu, threshold, dropout_seed, keep = epilogue_of(owner, activation, dropout, seed, y)
+    if not (relu or threshold):
+        return y
+    rows, kind = y.reshape(prod(y.shape[:-1]), y.shape[-1]), "relu" if relu else "none"
+    return ops.activation(rows, *(None,) * 3, dropout_seed, kind, 0.0, threshold, keep, False)[0].view(y.shape)
 
 
 def structure(graph: Graph, *operands: Tensor | None) -> tuple[Tensor, ...]:

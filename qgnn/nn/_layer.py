@@ -59,8 +59,8 @@ class Quantized:
 
     @property
     def operands(self) -> str:
-        """What a summary says that this layer computes with: ``"int8"``, ``"int4"``, ..., or ``"fp32"``."""
-        return "fp32" if self.config is None else f"int{self.config.bits}"
+        """What a summary says that this layer computes with: :attr:`qgnn.QConfig.name`, or ``"fp32"``."""
+        return "fp32" if self.config is None else self.config.name
 
     @property
     def applied(self) -> Epilogue | None:

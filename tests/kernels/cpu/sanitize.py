@@ -23,6 +23,7 @@ from qgnn.kernels.cpu import (
     matmul,
     matmul_shared,
     quantize,
+    quantize_grid,
     sddmm,
     softmax,
     spmm,
@@ -32,6 +33,7 @@ from torch import Tensor
 from activation_cases import KEPT, assert_forward_equals_reference, backward_operands, dropout_of
 from cpu_attention_cases import DROPOUT, GRAD, KINDS, backward, forward, graph_of, operands
 from graphs import GRAPHS, RECTANGULAR
+from grid_cases import GRIDS, INTEGERS
 from kernel_cases import LAYOUTS, csr, random_codes, random_scales
 from prototypes import misfits, prototypes
 from qgnn.activation import Activation, mask_width
@@ -87,6 +89,17 @@ def run_quantize() -> None:
             for a in activations(N, F):
                 quantize.quantize_grad(x, mask=a.mask, factor=a.factor, seed=SEED, sum_columns=True)
             quantize.quantize_grad(LAYOUTS["every_second_row"](x))
+
+
+def run_grids() -> None:
+    for shape in ((0, 3), (3, 0), (1, 40_000), *((9, F) for F in WIDTHS)):
+        x = torch.randn(shape)
+        for grid, seed in itertools.product(GRIDS.values(), (None, SEED)):
+            for block_size in (grid.block_size, 3, 600):
+                quantize_grid.quantize_dequantize(x, grid._replace(block_size=block_size), seed=seed)
+        for grid, seed in itertools.product(INTEGERS.values(), (None, SEED)):
+            for block_size in (grid.block_size, 3, 600):
+                quantize_grid.quantize_shared(x, grid._replace(block_size=block_size), seed=seed)
 
 
 def run_activation() -> None:
@@ -235,6 +248,7 @@ def main() -> None:
     for threads in (1, 2):
         torch.set_num_threads(threads)
         run_quantize()
+        run_grids()
         run_activation()
         run_matmul()
         run_matmul_shared()
