@@ -66,6 +66,16 @@ def quantize_grad_tiles(num_rows: int, block_n: int) -> int:
     return triton.cdiv(rows, block_n)
 
 
+QUANTIZE_GRID_MAX_COLUMNS = 4096  # the widest block that one program holds
+
+
+def quantize_grid(num_columns: int, group: int) -> Config:
+    """Whole blocks, 32 elements a thread; of short ones as many as make up 512 columns."""
+    wanted = num_columns if group >= num_columns else max(group, min(num_columns, 512))
+    block_c = _power_of_two(wanted, 2, QUANTIZE_GRID_MAX_COLUMNS)
+    return {"BLOCK_R": min(256, 4096 // block_c), "BLOCK_C": block_c, **_options(4)}
+
+
 def activation(num_columns: int) -> Config:
     """Elementwise: 32 elements a thread, whose bits are one word."""
     block_f = _power_of_two(num_columns, 8, 512)
@@ -87,6 +97,18 @@ def matmul(num_inputs: int, num_outputs: int) -> Config:
         "BLOCK_M": block_m,
         "BLOCK_K": _power_of_two(num_inputs, 32, 128),
         **_options(8 if block_m == 128 else 4, num_stages=3),
+    }
+
+
+def matmul_shared(block_size: int, num_outputs: int) -> Config:
+    """Product of blocks with exponents of their own: beside each sum its block's product, 32 of both a thread. Left to
+    itself, the assembler aims at 168 registers on sm_100, and keeps some on the stack."""
+    return {
+        "BLOCK_N": 64,
+        "BLOCK_M": _power_of_two(num_outputs, 16, 64),
+        "BLOCK_K": _power_of_two(block_size, 16, 128),
+        **_options(4, num_stages=2),
+        "maxnreg": 255,
     }
 
 

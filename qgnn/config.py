@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 from qgnn.formats import Blocks, Format, Int
 
@@ -141,11 +142,11 @@ class QConfig:
     @property
     def is_integer(self) -> bool:
         """Whether all operands are symmetric integers of :attr:`bits`, which fused kernels take."""
-        integer = Int(self.bits)
         if not self.components:
-            return self.fmt in (None, integer)
-        formats = (self.format_of(name) for name in OPERANDS)
-        return all(fmt == integer for fmt in formats) and all(self.format_of(name) is None for name in RESULTS)
+            return self.fmt is None or _is_symmetric(self.fmt)
+        first, *others = (self.format_of(name) for name in OPERANDS)
+        exact = all(self.format_of(name) is None for name in RESULTS)
+        return exact and _is_symmetric(first) and first.bits == self.bits and all(fmt == first for fmt in others)
 
     @property
     def name(self) -> str:
@@ -184,6 +185,10 @@ def check_product_config(config: object, owner: str) -> None:
             f"'{owner}' expects granularity 'row' or 'tensor' (got 'block'); "
             f"scales of blocks are available in 'qgnn.functional.quantize'"
         )
+
+
+def _is_symmetric(fmt: Format | None) -> TypeGuard[Int]:
+    return isinstance(fmt, Int) and fmt.symmetric
 
 
 def _items(components: Mapping[str, Format | None]) -> tuple[tuple[str, Format | None], ...]:

@@ -1,4 +1,4 @@
-"""QTensor: integer codes with the scale that gives them meaning."""
+"""QTensor: codes with the scale that gives them meaning."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from qgnn.packing import Layout
 
 
 @dataclass(frozen=True)
@@ -17,48 +19,101 @@ class QTensor:
     place of a tensor hand its gradient, straight through the rounding, to :attr:`origin`.
 
     Args:
-        codes: Integer codes, one a value.
-        scale: fp32, as many dimensions as ``codes``. A size of 1 means that the whole dimension shares the scale;
-            a last dimension of ``ceil(F / block_size)`` means one scale a block of columns.
-        zero: The value of code 0, shaped like ``scale``; ``None`` for symmetric formats.
-        block_size: Columns of a block, for scales of blocks.
+        storage: What is stored of the codes: one integer or float8 number a value, or, with a ``layout`` of another
+            width than 8 bits, the bytes of packed ones.
+        scales: What is stored of the scales: fp32, or one byte a power of two (:attr:`torch.float8_e8m0fnu`). As many
+            dimensions as ``storage``. A size of 1 means that the whole dimension shares the scale; a size of
+            ``ceil(F / block_size)`` along the layout's dimension, the last one without a layout, means one scale a
+            block.
+        zero: The value of code 0, shaped like ``scales``; ``None`` for symmetric formats.
+        block_size: Values of a block, for scales of blocks.
         dtype: The floating type that was quantized, and that :meth:`dequantize` returns.
         origin: The tensor that was quantized, where it needs a gradient; ``None`` for constants.
         packed: The :class:`qgnn.ops.Packed` rows that products keep in place of the codes, the same for all of them;
             ``None``: each its own, if any.
+        layout: How codes lie in ``storage``; ``None`` for one stored number a code.
+        columns: The same values once more as ``[F, N]``, with codes and scales along ``N``: what products of formats
+            with blocks need for the gradient of their weight.
+        name: Of the format, for traces.
     """
 
-    codes: Tensor
-    scale: Tensor
+    storage: Tensor
+    scales: Tensor
     zero: Tensor | None = None
     block_size: int | None = None
     dtype: torch.dtype = torch.float32
     origin: Tensor | None = None
     packed: Any = None
+    layout: Layout | None = None
+    columns: QTensor | None = None
+    name: str = "int8"
+
+    @property
+    def codes(self) -> Tensor:
+        """One code a value: ``storage`` itself where nothing is packed; else int8 (int16 above 8 bits), uint8 for codes
+        that are not negative (int32 above 8 bits), or fp32 for floating-point codes."""
+        return self.storage if self.layout is None else self.layout.load(self.storage)
+
+    @property
+    def scale(self) -> Tensor:
+        """What codes are multiplied with, fp32: ``scales`` itself where that is fp32."""
+        if self.scales.dtype == torch.float32:
+            return self.scales
+        return self.scales.float() * 2.0 ** -(0 if self.layout is None else self.layout.fraction_bits)
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the quantized values."""
-        return self.codes.shape
+        return self.storage.shape if self.layout is None else torch.Size(self.layout.shape)
+
+    @property
+    def device(self) -> torch.device:
+        """Where codes and scales lie."""
+        return self.storage.device
 
     def size(self, dim: int | None = None) -> torch.Size | int:
         """:attr:`shape`, or its entry ``dim``, as of a tensor."""
         return self.shape if dim is None else self.shape[dim]
 
     def unbind(self) -> tuple[QTensor, ...]:
-        """Its parts along the first dimension, as of a tensor."""
+        """Its parts along the first dimension, as of a tensor. They are not packed if that is the dimension that codes
+        are packed along, or share scales of blocks along."""
+        layout = self.layout
+        if layout is not None and layout.dim == -len(layout.shape):
+            zero = None if self.zero is None else self._per_value(self.zero)
+            plain = replace(self, storage=self.codes, scales=self._per_value(self.scale), zero=zero)
+            return replace(plain, block_size=None, layout=None).unbind()
+        if layout is not None:
+            layout = replace(layout, shape=layout.shape[1:])
 
         def parts(t: Tensor | None) -> tuple[Tensor | None, ...]:
-            return (None,) * len(codes) if t is None else t.expand(len(codes), *t.shape[1:]).unbind()
+            return (None,) * len(storage) if t is None else t.expand(len(storage), *t.shape[1:]).unbind()
 
-        codes = self.codes.unbind()
-        rows = zip(codes, *map(parts, (self.scale, self.zero, self.origin)), strict=True)
-        return tuple(replace(self, codes=c, scale=s, zero=z, origin=o, packed=None) for c, s, z, o in rows)
+        storage = self.storage.unbind()
+        rows = zip(storage, *map(parts, (self.scales, self.zero, self.origin)), strict=True)
+        return tuple(
+            replace(self, storage=c, scales=s, zero=z, origin=o, packed=None, layout=layout, columns=None)
+            for c, s, z, o in rows
+        )
+
+    def part(self, rows: slice) -> QTensor:
+        """Some rows of a matrix whose codes and scales lie along the columns."""
+        layout = self.layout
+        if layout is not None:
+            layout = replace(layout, shape=(rows.stop - rows.start, *layout.shape[1:]))
+
+        def cut(t: Tensor | None) -> Tensor | None:
+            return t if t is None or t.shape[0] == 1 < self.shape[0] else t[rows]
+
+        storage, scales, zero = self.storage[rows], cut(self.scales), cut(self.zero)
+        assert scales is not None
+        return replace(self, storage=storage, scales=scales, zero=zero, origin=None, columns=None, layout=layout)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and zero points together."""
-        return sum(t.nbytes for t in (self.codes, self.scale, self.zero) if t is not None)
+        """Bytes of codes, scales and zero points together, of :attr:`columns` too."""
+        own = sum(t.nbytes for t in (self.storage, self.scales, self.zero) if t is not None)
+        return own if self.columns is None else own + self.columns.nbytes
 
     def dequantize(self) -> Tensor:
         """The values that the codes stand for, of type :attr:`dtype`."""
@@ -70,10 +125,14 @@ class QTensor:
     def _per_value(self, t: Tensor) -> Tensor:
         if self.block_size is None:
             return t
-        return t.repeat_interleave(self.block_size, dim=-1)[..., : self.codes.shape[-1]]
+        dim = -1 if self.layout is None else self.layout.dim
+        return t.repeat_interleave(self.block_size, dim=dim).narrow(dim, 0, self.shape[dim])
 
     def __repr__(self) -> str:
+        codes = str(self.storage.dtype)
+        if self.layout is not None and self.layout.bits != 8:
+            codes = f"{self.layout.bits}-bit {'float' if self.layout.mantissa_bits is not None else 'codes'}"
         return (
-            f"QTensor({self.codes.dtype} {tuple(self.shape)}, scale {tuple(self.scale.shape)}, "
-            f"{self.nbytes} bytes for {self.codes.numel()} values of {self.dtype})"
+            f"QTensor({codes} {tuple(self.shape)}, scale {tuple(self.scales.shape)}, "
+            f"{self.nbytes} bytes for {self.shape.numel()} values of {self.dtype})"
         )

@@ -27,7 +27,7 @@ MAX_BLOCK_SIZE = 1 << 16  # a longer block saves less than a thousandth of a bit
 METADATA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BINS = ("uniform", "optimal")
 
-_FLUSH = 1e-30  # below this the inverse scale would overflow; such values count as zero
+FLUSH = 1e-30  # below this the inverse scale would overflow; such values count as zero
 _NEAREST = 1 << 15
 
 
@@ -35,7 +35,7 @@ def absmax_scale(absmax: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """``(scale, inverse)`` of groups whose largest magnitude is ``absmax`` (fp32, any shape)."""
     qmax = (1 << (bits - 1)) - 1
     finite = absmax < float("inf")
-    live = finite & (absmax > _FLUSH)
+    live = finite & (absmax > FLUSH)
     scale = torch.where(live, absmax * (1.0 / qmax), 0.0).masked_fill_(~finite, float("nan"))
     numerator = torch.tensor(qmax * (1 - 2.0**-22), dtype=torch.float32, device=absmax.device)
     return scale, torch.where(live, numerator / absmax, 0.0)
@@ -76,7 +76,8 @@ class Grid(NamedTuple):
         y      = code * ((b - a) / (high - low)) + a
 
     ``round`` is to nearest, halves to even; or, with random bits ``r16``, the floor, and one more where
-    ``(int)(fraction * 65536) + r16 >= 65536``. A block with an infinity or NaN becomes NaN as a whole.
+    ``(int)(fraction * 65536) + r16 >= 65536``. A block with an infinity or NaN, or whose ``b - a`` overflows, becomes
+    NaN as a whole.
 
     Args:
         block_size: Consecutive columns that share a scale; 0 for a whole row. The last block of a row may be shorter.
@@ -101,6 +102,53 @@ class Grid(NamedTuple):
     affine: bool
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether elements are integers with a shared power of two: ``step`` is 1 unless the clamp decides."""
+        return (
+            not self.affine
+            and self.min_exponent == self.mantissa_bits
+            and max(-self.low, self.high) <= 2 ** (self.mantissa_bits + 1)
+        )
+
+    @property
     def is_integer(self) -> bool:
         """Whether elements are integers of at most 8 bits with a shared power of two."""
-        return not self.affine and self.min_exponent == self.mantissa_bits and self.low >= -128 and self.high <= 127
+        return self.is_uniform and self.low >= -128 and self.high <= 127
+
+    @property
+    def name(self) -> str:
+        """The name of the format whose values these are, such as ``fixed8``, ``msfp12`` or ``mxfp8-e4m3``."""
+        bits = 1 + int(self.high).bit_length()
+        if self.affine:
+            name, usual = f"fixed{bits}-affine", 0
+        elif not self.is_uniform:  # of the exponents, biased, 0 stands for those below min_exponent
+            exponent_bits = 1 + (1 - self.min_exponent).bit_length()
+            bits = 1 + exponent_bits + self.mantissa_bits
+            name, usual = f"mxfp{bits}" + f"-e{exponent_bits}m{self.mantissa_bits}" * (bits > 4), 32
+        elif self.block_size == 0:
+            name, usual = f"fixed{bits}", 0
+        elif self.round_up:
+            name, usual = f"msfp{8 + bits}", 16
+        else:
+            name, usual = f"mxint{bits}", 32
+        return name if self.block_size == usual else f"{name}-g{self.block_size}"
+
+
+def power_of_two(exponent: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``2.0**exponent``, exactly, of integers from -126 to 127."""
+    if dtype == torch.float64:
+        return ((exponent.long() + 1023) << 52).view(torch.float64)
+    return ((exponent.int() + 127) << 23).view(torch.float32)
+
+
+def scale_by_power(x: Tensor, exponent: Tensor) -> Tensor:
+    """``x * 2**exponent`` for integers from -252 to 254: in two steps, as one factor may not be a normal number."""
+    half = exponent >> 1
+    return x * power_of_two(half, x.dtype) * power_of_two(exponent - half, x.dtype)
+
+
+def shared_scale(exponent: Tensor, grid: Grid) -> Tensor:
+    """The fp32 factors of codes whose blocks have these exponents (uint8, 255 for NaN), as ``quantize_shared`` makes
+    them. All are exact: the smallest is a denormal."""
+    scale = scale_by_power(torch.ones_like(exponent, dtype=torch.float32), exponent.int() - (127 + grid.fraction_bits))
+    return scale.masked_fill_(exponent == 255, float("nan"))

@@ -24,6 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "autocast",
         "bins",
         "memory",
+        "packing",
         "qtensor",
         "rng",
         "rounding",

@@ -25,6 +25,14 @@ BUDGETS: dict[str, Budget] = {
     r"_quantize_kernel .*fp32/F(16|100|128|256|1433)(/block|/tensor|/two_passes)?/sm": Budget(19, 1.75, 1),
     r"_quantize_kernel .*nearest": Budget(14, 1.25, 1),  # no hash; bf16 widens by a multiplication (12.0 to 12.5)
     r"_quantize_kernel .*column_major": Budget(29, 2.1, 1),  # an address and a load of 4 bytes a value (26 to 26.6)
+    # Absmax: 3; exact products by powers of two in two steps, there and back: 4; rounding by a sum, and a sign: 4; the
+    # clamp: 4; addresses, masks, what a block shares (15.3 to 27.7; two extrema: 30.8 to 32.4; random bits: 32.4 to
+    # 34.6). bf16 widens by a multiplication. Codes save the way back (15.3 to 18.7).
+    r"_quantize_grid_kernel .*stochastic": Budget(38.5, 3, 1),
+    r"_quantize_grid_kernel .*affine8": Budget(36, 0.7, 0),
+    r"_quantize_grid_kernel .*shared": Budget(20.5, 1.35, 1),
+    r"_quantize_grid_kernel .*bf16": Budget(30.5, 2.7, 0),
+    r"_quantize_grid_kernel": Budget(30.5, 1.15, 0),
     # Scaling and storing an output take 2, the product's operands and addresses the rest (9.4 to 12.4; 18.2 on sm_80).
     # With an epilogue: the hash of dropout and the mask's bits (25 to 28.4).
     r"_matmul_kernel .*/activation": Budget(31, 2.1, 0, on_sm_80=1),
@@ -34,6 +42,11 @@ BUDGETS: dict[str, Budget] = {
     r"_matmul_requantize_kernel .*nearest": Budget(20.5, 0.25, 1, on_sm_80=1.5),
     r"_matmul_requantize_kernel .*M256": Budget(27.5, 1.75, 1, on_sm_80=7.5),
     r"_matmul_requantize_kernel .*M64": Budget(31, 2, 1, on_sm_80=8.5),  # half the tile, the same scales
+    # An output takes two factors (FMUL) and a sum a block; a thread of 32 outputs has 16 codes to cut in two, their way
+    # through shared memory to the tensor cores, and the factors of its rows and columns (10.2 to 10.8; on sm_100, whose
+    # products come by way of a memory of their own, 14.4 to 15.2). sm_80 converts the int32 sums slowly.
+    r"_matmul_shared_kernel .*G16": Budget(16.7, 0.1, 0),
+    r"_matmul_shared_kernel .*G32": Budget(16.4, 0.4, 0, on_sm_80=1),
     # The hash of dropout comes to that of rounding: 1.5 more a value, and 4 for the mask's bits (22.7 to 31.3).
     r"_quantize_matmul_kernel .*/activation": Budget(33, 2.4, 1.1),
     # Rounding of the values, half of them here, and scaling of the outputs (10.6 to 14.7); of M47 the outputs are few

@@ -12,12 +12,14 @@ import qgnn.ops.attention_dot
 import qgnn.ops.attention_gatv2
 import qgnn.ops.graph_linear
 import qgnn.ops.matmul
+import qgnn.ops.quantize_grid
 import qgnn.ops.sddmm
 import qgnn.ops.softmax
 import qgnn.ops.spmm
 import qgnn.ops.spmm_extremum
 import qgnn.ops.spmm_incidence  # noqa: F401  the backward operators are registered by these
 from qgnn import Graph
+from qgnn.rounding import Grid
 
 S, T, E, F, H, K = 5, 4, 7, 6, 3, 2
 GRAPH = Graph.from_edge_index(torch.tensor([[0, 1, 2, 3, 4, 4, 0], [0, 0, 1, 3, 3, 3, 3]]), (S, T))
@@ -25,6 +27,10 @@ GRAPH = Graph.from_edge_index(torch.tensor([[0, 1, 2, 3, 4, 4, 0], [0, 0, 1, 3, 
 
 def codes(*shape: int) -> Tensor:
     return torch.randint(-127, 128, shape, dtype=torch.int8)
+
+
+def exponents(*shape: int) -> Tensor:
+    return torch.randint(100, 150, shape, dtype=torch.uint8)
 
 
 def both_orders() -> dict[str, Tensor]:
@@ -35,6 +41,10 @@ def both_orders() -> dict[str, Tensor]:
 
 def rounding() -> dict[str, Any]:
     return {"seed": torch.tensor([1]), "bits": 8, "granularity": "row"}
+
+
+def on_grid(grid: Grid) -> dict[str, Any]:
+    return {"seed": torch.tensor([1]), "stream": 2, **grid._asdict()}
 
 
 def weights(prefix: str = "") -> dict[str, Tensor]:
@@ -74,6 +84,31 @@ def arguments_of(name: str) -> dict[str, Any]:
             **{"kind": "leaky_relu", "slope": 0.1, "needs_db": True, "threshold": 9, "dropout_seed": torch.tensor([2])},
         },
         "quantize": lambda: {"x": torch.randn(S, F), **rounding(), "block_size": 4},
+        "quantize_dequantize": lambda: {"x": torch.randn(S, F), **on_grid(Grid(4, False, 2, 0, 1, 0, -6, 6, False))},
+        "quantize_shared": lambda: {"x": torch.randn(S, F), **on_grid(Grid(4, True, 0, 3, 3, 3, -7, 7, False))},
+        "matmul_codes": lambda: {
+            **{"x": codes(S, F), "x_scale": torch.rand(S), "weight": codes(H, F), "weight_scale": torch.rand(H)},
+            **{"bias": torch.randn(H), "pass_": "forward", "format_name": "int4"},
+        },
+        "matmul_codes_dw": lambda: {
+            **{"grad": codes(S, H), "grad_scale": torch.rand(S), "x": codes(S, F), "x_scale": torch.rand(S)},
+            "format_name": "int4",
+        },
+        "matmul_shared": lambda: {
+            **{
+                "x": codes(S, F),
+                "x_exponent": exponents(S, 2),
+                "weight": codes(H, F),
+                "weight_exponent": exponents(H, 2),
+            },
+            **{
+                "bias": torch.randn(H),
+                "block_size": 4,
+                "fraction_bits": 6,
+                "pass_": "forward",
+                "format_name": "msfp12",
+            },
+        },
         "matmul": lambda: {
             **{**rows, "weight": torch.randn(H, F), "bias": torch.randn(H)},
             **{**rounding(), "keep_codes": True, **product},

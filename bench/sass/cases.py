@@ -11,18 +11,23 @@ import torch
 from qgnn.kernels.activation import activation, activation_backward
 from qgnn.kernels.blocks import blocks_pack, blocks_unpack
 from qgnn.kernels.matmul import matmul, matmul_dw, matmul_requantize, quantize_matmul, quantize_matmul_requantize
+from qgnn.kernels.matmul_shared import matmul_shared
 from qgnn.kernels.memory import empty_codes
 from qgnn.kernels.quantize import quantize, quantize_grad
+from qgnn.kernels.quantize_grid import quantize_dequantize, quantize_shared
 from qgnn.kernels.sddmm import sddmm
 from qgnn.kernels.softmax import attention_scores, attention_scores_backward, softmax, softmax_backward
 from qgnn.kernels.spmm import spmm, spmm_extremum, spmm_requantize
 from torch import Tensor
 
 from qgnn.activation import Activation, mask_width
+from qgnn.rounding import Grid
 
 from .attention import ATTENTION_MAIN, AttentionInputs, attention_cases
 
 MEAN_DEGREE = 14
+FIXED8, AFFINE8 = Grid(0, True, 0, 7, 7, 7, -128, 127, False), Grid(0, False, 0, 0, 0, 0, -128, 127, True)
+MSFP12, MXFP8 = Grid(16, True, 0, 3, 3, 3, -7, 7, False), Grid(32, False, 8, 0, 3, -6, -448, 448, False)
 HUB_SHARE = 40  # rows whose edges the first row has: with enough rows it is a hub, whose chunks a second kernel adds
 
 
@@ -89,6 +94,24 @@ def _quantize_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
     }
 
 
+def _grid_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
+    def row() -> Tensor:
+        return made.rows(128).view(1, -1)
+
+    return {
+        "quantize_dequantize/fp32/F128/msfp12": lambda: quantize_dequantize(made.rows(128), MSFP12),
+        "quantize_dequantize/fp32/F128/msfp12/stochastic": lambda: quantize_dequantize(
+            made.rows(128), MSFP12, seed=made.seed
+        ),
+        "quantize_dequantize/bf16/F256/mxfp8": lambda: quantize_dequantize(made.rows(256, torch.bfloat16), MXFP8),
+        "quantize_dequantize/fp32/F128/fixed8": lambda: quantize_dequantize(made.rows(128), FIXED8),
+        "quantize_dequantize/fp32/F128/affine8": lambda: quantize_dequantize(made.rows(128), AFFINE8),
+        "quantize_dequantize/fp32/tensor/fixed8": lambda: quantize_dequantize(row(), FIXED8),
+        "quantize_shared/fp32/F128/msfp12": lambda: quantize_shared(made.rows(128), MSFP12),
+        "quantize_shared/bf16/F256/fixed8": lambda: quantize_shared(made.rows(256, torch.bfloat16), FIXED8),
+    }
+
+
 def _activation_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
     bf16, drop = torch.bfloat16, made.activation(128)._replace(relu=False, mask=None)
     elu: dict[str, Any] = {"kind": "elu", "slope": 1.0, "steps": 255 * 65536.0, "seed": made.seed}
@@ -119,6 +142,12 @@ def _activation_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
 
 def _matmul_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
     bf16, last = torch.bfloat16, made.activation(256)
+
+    def shared(K: int, M: int, G: int, **options: Any) -> Tensor:
+        exponents = made.bytes(-(-K // G))
+        operands = (made.codes(K), exponents, made.codes(K, M), exponents[:M])
+        return matmul_shared(*operands, block_size=G, fraction_bits=6, **options)
+
     fused, fused_requantize = quantize_matmul, quantize_matmul_requantize
     return {
         "matmul/fp32/K128/M256": made.product(matmul, 128, 256),
@@ -133,6 +162,9 @@ def _matmul_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
         "matmul_dw/K128/M256": lambda: matmul_dw(made.codes(256), made.scale, made.codes(128), made.scale),
         "matmul_dw/K256/M256": lambda: matmul_dw(made.codes(256), made.scale, made.codes(256), made.scale),
         "matmul_dw/K100/M47": lambda: matmul_dw(made.codes(47), made.scale, made.codes(100), made.scale),
+        "matmul_shared/fp32/K128/M256/G16": lambda: shared(128, 256, 16),
+        "matmul_shared/bf16/K128/M256/G32": lambda: shared(128, 256, 32, bias=made.vector(256), out_dtype=bf16),
+        "matmul_shared/fp32/K100/M47/G16": lambda: shared(100, 47, 16),
         "quantize_matmul/fp32/K128/M256": made.fused_product(fused, 128, 256),
         "quantize_matmul/fp32/K128/M256/activation": made.fused_product(
             fused, 128, 256, bias=made.vector(256), activation=last
@@ -289,6 +321,7 @@ def make_cases(device: torch.device, num_nodes: int) -> dict[str, Callable[[], A
     made = _Inputs(device, num_nodes)
     return {
         **_quantize_cases(made),
+        **_grid_cases(made),
         **_activation_cases(made),
         **_matmul_cases(made),
         **_spmm_cases(made),
@@ -307,11 +340,13 @@ MAIN = {
     "blocks_unpack/fp32/F128/int2/projection16/G128",
     "quantize/fp32/F128",
     "quantize_grad/fp32/F128",
+    "quantize_dequantize/fp32/F128/msfp12",
     "activation/fp32/F128/elu/codes",
     "activation_backward/fp32/F128/relu",
     "matmul/fp32/K128/M256",
     "matmul_requantize/K128/M256",
     "matmul_dw/K128/M256",
+    "matmul_shared/fp32/K128/M256/G16",
     "quantize_matmul/fp32/K128/M256/activation",
     "quantize_matmul_requantize/fp32/K128/M256",
     "spmm/int8/F256/epilogue",

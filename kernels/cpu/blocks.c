@@ -43,9 +43,6 @@ INLINE block_scale make_block_scale(float low, float high, float qmax, int64_t t
     return scale;
 }
 
-/* The bits of a float as an integer that orders like it, and back. NaNs lie beyond the infinities. */
-INLINE int32_t order_key(int32_t bits) { return bits ^ ((bits >> 31) & INT32_MAX); }
-
 INLINE block_scale scale_of_block(const float *x, int64_t n, float qmax, int64_t type) {
     int32_t low = INT32_MAX, high = INT32_MIN;
     for (int64_t i = 0; i < n; i++) {

@@ -37,6 +37,9 @@ INLINE float float_of(uint32_t bits) {
     return value;
 }
 
+/* The bits of a float as an integer that orders like it, and back. NaNs lie beyond the infinities. */
+INLINE int32_t order_key(int32_t bits) { return bits ^ ((bits >> 31) & INT32_MAX); }
+
 /* ---- elements of rows: int8 codes or floats ---- */
 
 /* One multiply-add: fused in hardware, or none; a fused one in software would be far slower than its two roundings. */

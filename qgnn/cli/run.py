@@ -156,7 +156,7 @@ def inspect_step(
     for layer in model.modules():  # its last step: codes of int8 again
         if isinstance(config := getattr(layer, "config", None), QConfig):
             layer.config = replace(config, save="int8")
-    saved = SavedBytes([x.codes, x.scale] if isinstance(x, QTensor) else [x])
+    saved = SavedBytes([x.storage, x.scales] if isinstance(x, QTensor) else [x])
     with saved.count():
         task.loss(forward, draw())
     original_mib, features_mib = saved.mib, saved.inputs_mib

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from math import prod
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
+from qgnn.packing import Layout
 from qgnn.qtensor import QTensor
+from qgnn.reference._common import row_chunks
+from qgnn.rng import make_seed
+
+Encoded = tuple[Tensor, Tensor, Tensor | None]
+AnyFormat = TypeVar("AnyFormat", bound="Format")
 
 
 class Format(ABC):
@@ -38,8 +47,77 @@ class Format(ABC):
         formats that they give no number of."""
         return None
 
-    def encode(self, x: Tensor, dim: int = -1, seed: int | Tensor | None = None) -> QTensor:
-        raise NotImplementedError
+    @property
+    def is_integer(self) -> bool:
+        """Whether codes are integers of at most 8 bits without a zero point, which integer kernels multiply."""
+        return False
+
+    @property
+    def scales_slices(self) -> bool:
+        """Whether a slice, or with ``dim=None`` a tensor, has one scale; otherwise blocks of fixed length do."""
+        return self._block_size is None
+
+    def encode(self, x: Tensor, dim: int | None = -1, seed: int | Tensor | None = None) -> QTensor:
+        """Quantize ``x``, with scales of slices or of blocks along ``dim``.
+
+        Args:
+            x: Values of any floating type and shape with at least one dimension.
+            dim: The dimension along which values share a scale: that over which a product sums. Packed codes fill
+                whole bytes along it. ``None``, for formats without blocks: one scale for the whole tensor.
+            seed: A seed for stochastic rounding; ``None`` rounds to nearest.
+
+        Raises:
+            TypeError: If ``x`` is not a floating-point tensor.
+            ValueError: If ``x`` is a scalar, or ``dim`` is ``None`` for a format with blocks.
+        """
+        moved, rows = self._rows("encode", x.detach() if isinstance(x, Tensor) else x, dim)
+        codes, scales, zero = self._encode_rows(rows, None if seed is None else make_seed(seed, x.device))
+        from_end = -1 if dim is None else dim - x.dim() * (dim >= 0)
+        layout = self._layout(tuple(x.shape), from_end)
+        storage = _stored(codes.view(x.shape).flatten(0, -2) if dim is None and x.dim() > 1 else codes, layout)
+
+        def restored(t: Tensor) -> Tensor:
+            return t.reshape(*moved.shape[:-1], t.shape[-1]).movedim(-1, from_end)
+
+        def restored_scale(t: Tensor) -> Tensor:
+            return t.reshape((1,) * x.dim()) if dim is None else restored(t)
+
+        return QTensor(
+            restored(storage),
+            restored_scale(scales),
+            None if zero is None else restored_scale(zero),
+            block_size=self._block_size,
+            dtype=x.dtype,
+            layout=layout,
+            name=str(self),
+        )
+
+    def _rows(self, name: str, x: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
+        """``x`` with the dimension that scales lie along as its last one, and as a matrix."""
+        owner = f"{type(self).__name__}.{name}"
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"'{owner}' expects a floating-point tensor (got {kind}); convert it with 'x.float()'")
+        if x.dim() == 0:
+            raise ValueError(f"'{owner}' expects a tensor with at least one dimension (got a scalar)")
+        if dim is None and not self.scales_slices:
+            raise ValueError(f"'{owner}' expects the 'dim' that its blocks lie along (got None); give dim=-1")
+        moved = x if dim is None else x.movedim(dim, -1)
+        return moved, moved.reshape(1, -1) if dim is None else moved.reshape(prod(moved.shape[:-1]), moved.shape[-1])
+
+    @property
+    def _block_size(self) -> int | None:
+        """Values that share a scale; ``None`` for slices."""
+        return None
+
+    @abstractmethod
+    def _layout(self, shape: tuple[int, ...], dim: int) -> Layout:
+        """How codes of values of a shape, along a dimension counted from the end, are stored."""
+
+    @abstractmethod
+    def _encode_rows(self, rows: Tensor, seed: Tensor | None) -> Encoded:
+        """Codes ``[R, F]`` (integers, or the values of floating-point ones), scales ``[R, B]`` as they are stored, and
+        zero points of a matrix."""
 
     @abstractmethod
     def with_bits(self, bits: int) -> Format:
@@ -57,9 +135,35 @@ class Format(ABC):
         """The values that the codes stand for, in the type that was encoded."""
         return q.dequantize()
 
-    def quantize(self, x: Tensor, dim: int = -1, seed: int | Tensor | None = None) -> Tensor:
-        """``decode(encode(x))``: ``x`` with the error of this format."""
-        return self.decode(self.encode(x, dim, seed))
+    def quantize(self, x: Tensor, dim: int | None = -1, seed: int | Tensor | None = None) -> Tensor:
+        """Fake quantization: the values of ``decode(encode(x))``, with the gradient of the identity.
+
+        Args:
+            x: Values of any floating type and shape with at least one dimension.
+            dim: As in :meth:`encode`.
+            seed: As in :meth:`encode`.
+
+        Raises:
+            TypeError: If ``x`` is not a floating-point tensor.
+            ValueError: If ``x`` is a scalar, or ``dim`` is ``None`` for a format with blocks.
+        """
+        return _StraightThrough.apply(x, self, dim, seed)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fmt: Format, dim: int | None, seed: int | Tensor | None) -> Tensor:
+        return fmt.decode(fmt.encode(x, dim, seed))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None, None
+
+
+def _stored(codes: Tensor, layout: Layout) -> Tensor:
+    """Codes as they are stored, packed by parts."""
+    parts = [layout.store(codes[rows]) for rows in row_chunks(*codes.shape)]
+    return torch.cat(parts) if len(parts) > 1 else (parts[0] if parts else layout.store(codes))
 
 
 def check_width(owner: str, name: str, value: object, low: int, high: int, why: str = "") -> None:
@@ -77,11 +181,11 @@ def check_kind(owner: str, kind: object, kinds: tuple[str, ...]) -> None:
         raise error(f"'{owner}' expects 'kind' to be one of {kinds} (got {kind!r})")
 
 
-def only_width(fmt: Format, bits: int) -> Format:
+def only_width(fmt: AnyFormat, bits: int) -> AnyFormat:
     """``fmt``, which exists in one width, if that is the one asked for."""
     if bits != fmt.bits:
         raise ValueError(
-            f"'{fmt}' has codes of {fmt.bits} bits only (got {bits}); formats with a choice of widths are Int, FixedPoint "
-            f"and MSFP"
+            f"'{fmt}' has codes of {fmt.bits} bits only (got {bits}); formats with a choice of widths are Int, "
+            f"FixedPoint and MSFP"
         )
     return fmt

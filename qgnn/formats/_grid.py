@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from qgnn.formats._format import Format
+import torch
+from torch import Tensor
+
+from qgnn import ops
+from qgnn.formats._format import Encoded, Format
+from qgnn.packing import Layout
+from qgnn.reference._common import row_chunks
+from qgnn.reference.grids import affine_codes, bits_of_rows, elements, from_blocks, to_blocks
+from qgnn.rng import make_seed
 from qgnn.rounding import Grid
+
+_POISON = 255  # code of a NaN scale in E8M0, which stores exponents with 127 added
 
 
 class GridFormat(Format):
@@ -15,3 +25,60 @@ class GridFormat(Format):
     @abstractmethod
     def grid(self) -> Grid:
         """The values of a block."""
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether codes are integers of at most 8 bits without a zero point, which integer kernels multiply."""
+        return self.grid.is_integer
+
+    @property
+    def _block_size(self) -> int | None:
+        return self.grid.block_size or None
+
+    @property
+    def _is_integer_grid(self) -> bool:
+        """Whether codes are integers, of whatever width."""
+        return self.grid.affine or self.grid.is_uniform
+
+    def _layout(self, shape: tuple[int, ...], dim: int) -> Layout:
+        grid = self.grid
+        is_float = not self._is_integer_grid
+        return Layout(
+            self.bits,
+            shape,
+            dim,
+            signed=not grid.affine,
+            mantissa_bits=grid.mantissa_bits if is_float else None,
+            fraction_bits=grid.fraction_bits,
+        )
+
+    def _encode_rows(self, rows: Tensor, seed: Tensor | None) -> Encoded:
+        grid = self.grid
+        if grid.is_integer:
+            codes, exponent = ops.quantize_shared(rows, seed, 0, *grid)
+            scales = exponent.view(torch.float8_e8m0fnu)
+            return codes, scales if grid.block_size else scales.float() * 2.0**-grid.fraction_bits, None
+        num_rows, width = rows.shape
+        num_blocks = -(-width // grid.block_size) if grid.block_size else 1
+        codes = rows.new_empty((num_rows, width), dtype=torch.int16 if self._is_integer_grid else torch.float32)
+        scales = rows.new_zeros((num_rows, num_blocks), dtype=torch.float32 if grid.affine else torch.uint8)
+        zero = rows.new_zeros((num_rows, num_blocks), dtype=torch.float32) if grid.affine else None
+        size = min(grid.block_size or width, width)
+        for part in row_chunks(num_rows, width) if width else ():
+            blocks, bits16 = to_blocks(rows[part].float(), size), bits_of_rows(part, width, size, seed)
+            if zero is not None:
+                values, scale, low = affine_codes(blocks, grid, bits16)
+                zero[part] = low.squeeze(2)
+            else:
+                values, shared, poisoned = elements(blocks, grid, bits16)
+                scale = (shared + 127).masked_fill_(poisoned, _POISON).to(torch.uint8)
+            codes[part], scales[part] = from_blocks(values, width).to(codes.dtype), scale.squeeze(2)
+        if not grid.affine:
+            scales = scales.view(torch.float8_e8m0fnu)
+        return codes, scales if grid.block_size else scales.float(), zero
+
+    def quantize(self, x: Tensor, dim: int | None = -1, seed: int | Tensor | None = None) -> Tensor:
+        """Fake quantization in one pass over the values; see :meth:`Format.quantize`."""
+        moved, rows = self._rows("quantize", x, dim)
+        rounded = ops.quantize_dequantize(rows, None if seed is None else make_seed(seed, x.device), 0, *self.grid)
+        return rounded.view(moved.shape) if dim is None else rounded.view(moved.shape).movedim(-1, dim)

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from qgnn.formats._format import Format, check_width
-from qgnn.qtensor import QTensor
-from qgnn.rng import make_seed, random_bits16
+from qgnn import ops
+from qgnn.formats._format import Encoded, Format, check_width
+from qgnn.packing import Layout
+from qgnn.reference._common import row_chunks
+from qgnn.rng import random_bits16
 from qgnn.rounding import absmax_scale, round_codes
 
 
@@ -38,6 +40,11 @@ class Int(Format):
         check_width("Int", "bits", self.bits, 2, 8, "; wider codes do not fit an int8 kernel")
 
     @property
+    def is_integer(self) -> bool:
+        """Whether codes have no zero point, so that integer kernels multiply them."""
+        return self.symmetric
+
+    @property
     def bits_per_value(self) -> float:
         """Bits of one code; the scale of a slice (32 bits, 64 with a zero point) comes on top, once a slice."""
         return float(self.bits)
@@ -47,50 +54,24 @@ class Int(Format):
         """That of INT8 and INT4."""
         return {8: 7.7, 4: 20.9}.get(self.bits)
 
-    def encode(self, x: Tensor, dim: int = -1, seed: int | Tensor | None = None) -> QTensor:
-        """Quantize ``x`` with one scale per slice along ``dim``.
+    def _layout(self, shape: tuple[int, ...], dim: int) -> Layout:
+        return Layout(self.bits, shape, dim, signed=self.symmetric)
 
-        Args:
-            x: Values of any floating type and shape with at least one dimension.
-            dim: The dimension whose values share a scale.
-            seed: A seed for stochastic rounding; ``None`` rounds to nearest.
-
-        Raises:
-            TypeError: If ``x`` is not a floating-point tensor.
-        """
-        if not x.is_floating_point():
-            raise TypeError(
-                f"'Int.encode' expects a floating-point tensor (got {x.dtype}); convert it with 'x.float()'"
-            )
-        if x.dim() == 0:
-            raise ValueError("'Int.encode' expects a tensor with at least one dimension (got a scalar)")
-        values = x.detach().movedim(dim, -1).float()
-        if values.numel() == 0:
-            return self._encode_nothing(values, dim, x.dtype)
-        rows = values.reshape(-1, values.shape[-1])
-        bits16 = None
-        if seed is not None:
-            bits16 = random_bits16(0, rows.shape[0], rows.shape[1], make_seed(seed, x.device))
-        codes, scale, zero = self._encode_rows(rows, bits16)
-
-        def restored(t: Tensor) -> Tensor:
-            return t.reshape(*values.shape[:-1], t.shape[-1]).movedim(-1, dim)
-
-        return QTensor(restored(codes), restored(scale), None if zero is None else restored(zero), dtype=x.dtype)
-
-    def _encode_nothing(self, values: Tensor, dim: int, dtype: torch.dtype) -> QTensor:
-        scale = values.new_zeros((*values.shape[:-1], 1)).movedim(-1, dim)
-        codes = values.to(torch.int8 if self.symmetric else torch.uint8).movedim(-1, dim)
-        return QTensor(codes, scale, None if self.symmetric else scale.clone(), dtype=dtype)
-
-    def _encode_rows(self, rows: Tensor, bits16: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _encode_rows(self, rows: Tensor, seed: Tensor | None) -> Encoded:
+        if rows.shape[1] == 0:
+            scale = rows.new_zeros((rows.shape[0], 1), dtype=torch.float32)
+            return rows.to(torch.int8), scale, None if self.symmetric else scale.clone()
         if self.symmetric:
-            scale, inverse = absmax_scale(rows.abs().amax(1, keepdim=True), self.bits)
-            return round_codes(rows, inverse, bits16), scale, None
-        low, high = rows.aminmax(dim=1, keepdim=True)
+            codes, scale = ops.quantize(rows, seed, self.bits, "row", 1)
+            return codes, scale[:, None], None
+        codes = rows.new_empty(rows.shape, dtype=torch.uint8)
+        low, high = (end.float() for end in rows.aminmax(dim=1, keepdim=True))
         # Codes 0 .. 2**bits - 1 are what the symmetric rule gives for one bit more on values that are never negative.
         scale, inverse = absmax_scale(high - low, self.bits + 1)
-        return round_codes(rows - low, inverse, bits16, torch.uint8), scale, low
+        for part in row_chunks(*rows.shape):
+            bits16 = None if seed is None else random_bits16(part.start, part.stop - part.start, rows.shape[1], seed)
+            codes[part] = round_codes(rows[part].float() - low[part], inverse[part], bits16, torch.uint8)
+        return codes, scale, low
 
     def with_bits(self, bits: int) -> Int:
         """Integers of another width."""

@@ -28,8 +28,8 @@ def parse(name: str) -> Format:
     """The format of a name, the ``str`` of that format.
 
     Args:
-        name: ``int2`` to ``int8``, ``fixed2`` to ``fixed16`` (both also with ``-affine``), ``msfp10`` to ``msfp16`` (also
-            with ``-g`` and the length of a block), ``mxint8``, ``mxfp8-e4m3``, ``mxfp8-e5m2``, ``mxfp6-e2m3``,
+        name: ``int2`` to ``int8``, ``fixed2`` to ``fixed16`` (both also with ``-affine``), ``msfp10`` to ``msfp16``
+            (also with ``-g`` and the length of a block), ``mxint8``, ``mxfp8-e4m3``, ``mxfp8-e5m2``, ``mxfp6-e2m3``,
             ``mxfp6-e3m2``, ``mxfp4``, ``fp8-e4m3`` or ``fp8-e5m2``.
 
     Raises:
@@ -46,7 +46,7 @@ def parse(name: str) -> Format:
         if match := re.fullmatch(pattern, name, re.ASCII):
             return make(*match.groups())
     raise ValueError(
-        f"'parse' expects the name of a format (got {name!r}): int2 to int8 or fixed2 to fixed16, both also with -affine, "
-        f"msfp10 to msfp16, also with -g and a length, mxint8, mxfp8-e4m3, mxfp8-e5m2, mxfp6-e2m3, mxfp6-e3m2, mxfp4, "
-        f"fp8-e4m3 or fp8-e5m2"
+        f"'parse' expects the name of a format (got {name!r}): int2 to int8 or fixed2 to fixed16, both also with "
+        f"-affine, msfp10 to msfp16, also with -g and a length, mxint8, mxfp8-e4m3, mxfp8-e5m2, mxfp6-e2m3, "
+        f"mxfp6-e3m2, mxfp4, fp8-e4m3 or fp8-e5m2"
     )

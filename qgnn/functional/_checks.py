@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qgnn import ops
 from qgnn.activation import dropout_threshold
 from qgnn.config import QConfig
 from qgnn.graph import Graph, as_graph
@@ -50,6 +52,15 @@ def epilogue_of(
     return Epilogue(relu, threshold, make_seed(seed, tensors[0].device) if threshold else None, keep)
 
 
+def apply_epilogue(owner: str, y: Tensor, activation: str | None, dropout: float, seed: int | Tensor | None) -> Tensor:
+    """The epilogue of a call, in a pass of its own behind its result ``y``."""
+    relu, threshold, dropout_seed, keep = epilogue_of(owner, activation, dropout, seed, y)
+    if not (relu or threshold):
+        return y
+    rows, kind = y.reshape(prod(y.shape[:-1]), y.shape[-1]), "relu" if relu else "none"
+    return ops.activation(rows, *(None,) * 3, dropout_seed, kind, 0.0, threshold, keep, False)[0].view(y.shape)
+
+
 def structure(graph: Graph, *operands: Tensor | None) -> tuple[Tensor, ...]:
     """The graph's index tensors; the transposed ones only where a backward pass will need them."""
     csr = (graph.csr.indptr, graph.csr.index)
@@ -74,7 +85,7 @@ def graph_of(owner: str, graph: Any, x: Tensor | QTensor) -> Graph:
             )
     else:
         graph = as_graph(graph, num_rows)
-    check_device(owner, "x", x.codes if isinstance(x, QTensor) else x, graph.device)
+    check_device(owner, "x", x, graph.device)
     return graph
 
 
@@ -90,12 +101,13 @@ def codes_or_rows(owner: str, x: Tensor | QTensor) -> tuple[Tensor, Tensor | Non
     that its gradient goes to."""
     if isinstance(x, Tensor):
         return x, None, None
-    if x.zero is not None or x.codes.dtype != torch.int8:
+    codes = x.codes
+    if x.zero is not None or codes.dtype != torch.int8:
         raise ValueError(f"'{owner}' expects symmetric int8 codes (got {x!r}); quantize with 'qgnn.QConfig()'")
     per_row, per_tensor = (*x.shape[:-1], 1), (1,) * len(x.shape)
     if x.block_size is not None or tuple(x.scale.shape) not in (per_row, per_tensor):
         raise ValueError(f"'{owner}' expects one scale a row or one a tensor (got scales {list(x.scale.shape)})")
-    return x.codes, x.scale.reshape(-1), x.origin
+    return codes, x.scale.reshape(-1), x.origin
 
 
 def check_float(owner: str, name: str, x: Any) -> None:
@@ -131,13 +143,12 @@ def check_product(owner: str, x: Tensor | QTensor, weight: Tensor, bias: Tensor 
         )
     if bias is not None and bias.shape != (weight.shape[0],):
         raise ValueError(f"'{owner}' expects 'bias' of shape [{weight.shape[0]}] (got {list(bias.shape)})")
-    device = x.codes.device if isinstance(x, QTensor) else x.device
-    check_device(owner, "weight", weight, device)
+    check_device(owner, "weight", weight, x.device)
     if bias is not None:
-        check_device(owner, "bias", bias, device)
+        check_device(owner, "bias", bias, x.device)
 
 
-def check_device(owner: str, name: str, t: Tensor, device: torch.device) -> None:
+def check_device(owner: str, name: str, t: Tensor | QTensor, device: torch.device) -> None:
     if t.device != device:
         raise ValueError(
             f"'{owner}' expects '{name}' on {device} (got {t.device}); move it with '.to({str(device)!r})'"

@@ -46,7 +46,7 @@ def activation(
         negative_slope: Of leaky ReLU.
         alpha: Of ELU, at least 0.
         config: A config keeps ELU's derivative as bytes, rounded as it says, whatever its ``bits``, unless it has
-            ``save="fp32"``; ``None`` keeps it in ``x``'s type. Nothing else depends on it.
+            ``save="fp32"`` or formats by component; ``None`` keeps it in ``x``'s type. Nothing else depends on it.
         seed: Seed of dropout and stochastic rounding.
 
     Shapes:
@@ -66,7 +66,7 @@ def activation(
     threshold = dropout_threshold(dropout)
     tensors = [t for t in (x, bias, residual) if t is not None]
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    keep_codes = kind == "elu" and keep and config is not None and config.keeps_codes
+    keep_codes = kind == "elu" and keep and config is not None and config.is_integer and config.keeps_codes
     y, *_ = ops.activation(
         _matrix(x),
         bias,

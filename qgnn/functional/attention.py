@@ -12,6 +12,8 @@ from qgnn import ops
 from qgnn.activation import dropout_threshold
 from qgnn.config import QConfig, check_config
 from qgnn.functional._checks import check_device, check_float, check_probability, draw_seed, graph_between, structure
+from qgnn.functional._operands import stream_of
+from qgnn.functional._rounded import aggregated, attention_config, rounded
 from qgnn.graph import Graph
 from qgnn.rng import make_seed
 
@@ -79,6 +81,7 @@ def attention(
         if score.dim() != 2 or score.shape[1] != heads or (name == "score_source" and score.shape[0] != x.shape[0]):
             rows = f"{x.shape[0]}" if name == "score_source" else "T"
             raise ValueError(f"'attention' expects '{name}' of shape [{rows}, {heads}] (got {list(score.shape)})")
+    (x,) = call.rounded(x)
     operands = {"x": x, "score_source": score_source, "score_target": score_target}
     graph = call.graph_of(graph, x.shape[0], score_target.shape[0], operands)
     edges = call.edges_of(graph, edge_attr, edge_weight, heads)
@@ -93,7 +96,7 @@ def attention(
         call.slope(negative_slope),
         call.keeps(*operands.values(), *edges[:2]),
     )
-    return out.view(-1, *x.shape[1:])
+    return call.finished(out.view(-1, *x.shape[1:]))
 
 
 def attention_gatv2(
@@ -152,6 +155,7 @@ def attention_gatv2(
     check_float("attention_gatv2", "att", att)
     if tuple(att.shape) != (heads, width):
         raise ValueError(f"'attention_gatv2' expects 'att' of shape [{heads}, {width}] (got {list(att.shape)})")
+    x_source, x_target = call.rounded(x_source, x_target)
     operands = {"x_source": x_source, "x_target": x_target, "att": att}
     graph = call.graph_of(graph, x_source.shape[0], x_target.shape[0], operands)
     edges = call.edges_of(graph, edge_attr, edge_weight, heads * width)
@@ -167,7 +171,7 @@ def attention_gatv2(
         call.slope(negative_slope),
         call.keeps(*operands.values(), *edges[:2]),
     )
-    return out.view(x_target.shape)
+    return call.finished(out.view(x_target.shape))
 
 
 def attention_dot(
@@ -221,6 +225,7 @@ def attention_dot(
         raise ValueError(
             f"'attention_dot' expects 'key' with {value.shape[0]} rows, as 'value' has (got {key.shape[0]})"
         )
+    query, key, value = call.rounded(query, key, value)
     operands = {"query": query, "key": key, "value": value}
     graph = call.graph_of(graph, value.shape[0], query.shape[0], operands)
     heads, width = value.shape[1:]
@@ -234,7 +239,7 @@ def attention_dot(
         *call.rounding(value),
         call.keeps(*operands.values(), *edges[:2]),
     )
-    return out.view(query.shape)
+    return call.finished(out.view(query.shape))
 
 
 class _Call:
@@ -248,7 +253,18 @@ class _Call:
                 f"'{owner}' rounds each head of a row with a scale of its own (got granularity="
                 f"{config.granularity!r}); use 'qgnn.QConfig(granularity=\"row\")'"
             )
-        self.owner, self.config, self.seed, self.threshold = owner, config, seed, dropout_threshold(dropout)
+        if config is not None and config.format_of("attention") is not None:
+            raise ValueError(
+                f"'{owner}' keeps its weights in registers, in full precision (got a format for 'attention' in "
+                f"'config'); layers round them, and so do 'edge_softmax' and 'spmm' one after the other"
+            )
+        self.owner, self.seed, self.threshold = owner, seed, dropout_threshold(dropout)
+        self.config = self.mixed = None
+        if config is not None and (kernel := attention_config(config)) is None:
+            self.mixed = config
+        elif config is not None:
+            self.config = kernel
+        self.rounding_seed: Tensor | None = None
 
     def check_rows(self, name: str, x: Tensor, like: Tensor | None = None) -> None:
         check_float(self.owner, name, x)
@@ -262,6 +278,22 @@ class _Call:
             raise ValueError(f"'{self.owner}' expects '{name}' of shape [N, {H}, {D}] (got {list(x.shape)})")
         if like is not None and x.dtype != like.dtype:
             raise TypeError(f"'{self.owner}' expects rows of one type (got {x.dtype} for '{name}' and {like.dtype})")
+
+    def rounded(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        """Rows ``[N, H, D]`` in the format of messages, where the kernels do not round them."""
+        if self.mixed is None:
+            return operands
+        self.rounding_seed = draw_seed(self.mixed, self.seed, operands[0])
+        fmt, granularity = self.mixed.format_of("messages"), self.mixed.granularity
+        return tuple(
+            rounded(x, fmt, granularity, stream_of(self.rounding_seed, number)) for number, x in enumerate(operands)
+        )
+
+    def finished(self, out: Tensor) -> Tensor:
+        """The result in its format, and its gradient's, where the kernels do not round that."""
+        if self.mixed is None:
+            return out
+        return aggregated(out, self.mixed, self.rounding_seed, with_gradient=True)
 
     def slope(self, negative_slope: float) -> float:
         if not isinstance(negative_slope, (int, float)) or not -math.inf < negative_slope < math.inf:

@@ -10,8 +10,9 @@ from torch import Tensor
 from qgnn import ops, trace
 from qgnn.autocast import without_autocast
 from qgnn.config import QConfig, check_config, check_product_config
-from qgnn.formats import Blocks, Int
+from qgnn.formats import Blocks, Format
 from qgnn.functional._checks import (
+    apply_epilogue,
     check_float,
     check_product,
     codes_or_rows,
@@ -19,22 +20,25 @@ from qgnn.functional._checks import (
     epilogue_of,
     keeps_codes,
 )
+from qgnn.functional._mixed import encode_rows, mixed_linear, plan_of
 from qgnn.functional._packed import kept_rows, packed_rows
 from qgnn.qtensor import QTensor
 
 
 def quantize(
     x: Tensor,
-    fmt_or_config: QConfig | Int | None = None,
+    fmt_or_config: QConfig | Format | None = None,
     *,
     seed: int | Tensor | None = None,
     straight_through: bool = False,
 ) -> QTensor:
     """Quantize a tensor to integer codes.
 
-    A :class:`qgnn.QConfig` uses the fused kernels, with its granularity and rounding; a format of :mod:`qgnn.formats`
-    encodes along the last dimension, and rounds at random only if a ``seed`` is given. Constant input features can be
-    quantized once and passed to layers in place of ``x``.
+    A :class:`qgnn.QConfig` uses the fused kernels, with its granularity and rounding, or the format of its component
+    ``"features"`` where it has formats by component; a format of :mod:`qgnn.formats` encodes along the last dimension,
+    and rounds at random only if a ``seed`` is given. Constant input features can be quantized once and passed to layers
+    in place of ``x``; a config of a format with blocks then stores them twice, with blocks along either dimension,
+    since the gradient of a weight sums over the rows.
 
     Args:
         x: Values.
@@ -57,9 +61,9 @@ def quantize(
         >>> (q.dequantize() - x).abs().max() <= q.scale.max()
     """
     check_float("quantize", "x", x)
-    if isinstance(fmt_or_config, Int) and not straight_through:
+    if isinstance(fmt_or_config, Format) and not straight_through:
         return fmt_or_config.encode(x, seed=seed)
-    if isinstance(fmt_or_config, Int):
+    if isinstance(fmt_or_config, Format):
         raise ValueError(
             f"'quantize' passes gradients on with a config (got {fmt_or_config!r}); use 'qgnn.QConfig(fmt=...)'"
         )
@@ -67,16 +71,18 @@ def quantize(
     check_config(config, "quantize")
     if x.dim() == 0:
         raise ValueError("'quantize' expects 'x' with at least one dimension (got a scalar)")
-    rows = x.detach().reshape(prod(x.shape[:-1]), x.shape[-1])
     rounding = draw_seed(config, seed, x)
+    passes_on = straight_through and x.requires_grad and torch.is_grad_enabled()
+    if not config.is_integer:
+        return encode_rows(x, config, rounding, origin=x if passes_on else None)
+    rows = x.detach().reshape(prod(x.shape[:-1]), x.shape[-1])
     codes, scale = ops.quantize(rows, rounding, config.bits, config.granularity, config.block_size)
     per_block = config.granularity == "block"
     leading = (1,) * (x.dim() - 1) if config.granularity == "tensor" else x.shape[:-1]
-    passes_on = straight_through and x.requires_grad and torch.is_grad_enabled()
     blocks = config.save if passes_on and isinstance(config.save, Blocks) else None
     return QTensor(
-        codes=codes.view(x.shape),
-        scale=scale.view(*leading, scale.shape[-1] if per_block else 1),
+        codes.view(x.shape),
+        scale.view(*leading, scale.shape[-1] if per_block else 1),
         block_size=config.block_size if per_block else None,
         dtype=x.dtype,
         origin=x if passes_on else None,
@@ -140,11 +146,13 @@ def linear(
             y = torch.nn.functional.linear(value, weight, bias)
         if not torch.compiler.is_compiling() and trace.recording():
             trace.report("matmul.forward", str(y.dtype).removeprefix("torch."), "torch", (value, weight, bias, y))
-        relu, threshold, dropout_seed, keep = epilogue_of("linear", activation, dropout, seed, y)
-        if not (relu or threshold):
-            return y
-        rows, kind = y.reshape(prod(y.shape[:-1]), y.shape[-1]), "relu" if relu else "none"
-        return ops.activation(rows, *(None,) * 3, dropout_seed, kind, 0.0, threshold, keep, False)[0].view(y.shape)
+        return apply_epilogue("linear", y, activation, dropout, seed)
+    if not config.is_integer:
+        plan = plan_of(config, x)
+        if plan.is_exact:
+            return linear(x, weight, bias, activation=activation, dropout=dropout, seed=seed)
+        y = mixed_linear(x, weight, bias, plan, draw_seed(config, seed, weight))
+        return apply_epilogue("linear", y, activation, dropout, seed)
     codes_or_x, scale, origin = codes_or_rows("linear", x)
     rows = codes_or_x.reshape(prod(codes_or_x.shape[:-1]), codes_or_x.shape[-1])
     x_float = None if origin is None else origin.reshape(rows.shape)

@@ -10,6 +10,8 @@ from torch import Tensor
 from qgnn import ops
 from qgnn.config import QConfig, check_product_config
 from qgnn.functional._checks import check_device, check_float, codes_or_rows, draw_seed, graph_between, structure
+from qgnn.functional._operands import stream_of
+from qgnn.functional._rounded import rounded, rounded_attention
 from qgnn.graph import Graph, as_graph, identity, to_edges
 from qgnn.qtensor import QTensor
 from qgnn.weak_cache import cached
@@ -63,7 +65,10 @@ def sddmm(
     _check_rows(x_source, x_target)
     graph = graph_between(graph, x_source.shape[0], x_target.shape[0])
     for name, x in (("x_source", x_source), ("x_target", x_target)):
-        check_device("sddmm", name, x.codes if isinstance(x, QTensor) else x, graph.device)
+        check_device("sddmm", name, x, graph.device)
+    if config is not None and not config.is_integer:
+        x_source, x_target = _rounded_ends(x_source, x_target, config, seed)
+        config = None
     if config is None and isinstance(x_source, QTensor) != isinstance(x_target, QTensor):
         x_source, x_target = (x.dequantize() if isinstance(x, QTensor) else x for x in (x_source, x_target))
     shape = x_source.shape[1:]
@@ -87,7 +92,9 @@ def sddmm(
     return graph.to_given_order(out.to(x_source.dtype))
 
 
-def edge_softmax(graph: Any, scores: Tensor) -> Tensor:
+def edge_softmax(
+    graph: Any, scores: Tensor, *, config: QConfig | None = None, seed: int | Tensor | None = None
+) -> Tensor:
     r"""Softmax over the edges into each target: :math:`\exp(s_e) / \sum_{k \to i} \exp(s_k)`, head by head.
 
     The largest score is subtracted first. A score of -inf gives 0. A NaN, an inf, or nothing but -inf among the scores
@@ -97,19 +104,23 @@ def edge_softmax(graph: Any, scores: Tensor) -> Tensor:
         graph: Edges. What does not tell its number of nodes is searched for the largest one; a :class:`qgnn.Graph`
             spares that, and is what a compiled function needs.
         scores: One score an edge, or one an edge and head, in the order of the given edges.
+        config: The format of its component ``"attention"`` is that of the results, with scales along the edges sorted
+            by target, over which a target sums; there is none unless it is named.
+        seed: Seed of stochastic rounding.
 
     Shapes:
         - **input:** ``scores [E]`` or ``[E, H]``
         - **output:** as ``scores``, of the same type; computed in fp32 (float64 for float64 scores)
 
     Raises:
-        TypeError: If ``scores`` holds no floats.
+        TypeError: If ``scores`` holds no floats, or ``config`` is no QConfig.
         ValueError: If there is not one score (or row of them) an edge, or it lies on another device.
 
     Example:
         >>> edge_index = torch.tensor([[0, 1, 2], [2, 2, 0]])
         >>> alpha = qgnn.functional.edge_softmax(edge_index, torch.randn(3, 4))
     """
+    check_product_config(config, "edge_softmax")
     check_float("edge_softmax", "scores", scores)
     graph = _graph_of_edges(graph)
     if scores.dim() not in (1, 2) or scores.shape[0] != graph.num_edges:
@@ -119,7 +130,10 @@ def edge_softmax(graph: Any, scores: Tensor) -> Tensor:
         )
     check_device("edge_softmax", "scores", scores, graph.device)
     by_head = graph.to_csr_order(scores if scores.dim() == 2 else scores.unsqueeze(1))
-    return graph.to_given_order(ops.softmax(by_head, graph.csr.indptr).view(scores.shape))
+    weights = ops.softmax(by_head, graph.csr.indptr)
+    if config is not None:
+        weights = rounded_attention(weights, config, draw_seed(config, seed, weights))
+    return graph.to_given_order(weights.view(scores.shape))
 
 
 def attention_weights(graph: Any, score_source: Tensor, score_target: Tensor, negative_slope: float = 0.2) -> Tensor:
@@ -166,6 +180,18 @@ def attention_weights(graph: Any, score_source: Tensor, score_target: Tensor, ne
     indptr, index, indptr_t, _, order_t = structure(graph, score_source, score_target)
     weights = ops.attention_scores(score_target, score_source, indptr, index, indptr_t, order_t, float(negative_slope))
     return graph.to_given_order(weights)
+
+
+def _rounded_ends(
+    x_source: Tensor | QTensor, x_target: Tensor | QTensor, config: QConfig, seed: int | Tensor | None
+) -> list[Tensor | QTensor]:
+    """Both ends' rows in the format of messages."""
+    rounding = draw_seed(config, seed, x_source.scale if isinstance(x_source, QTensor) else x_source)
+    fmt = config.format_of("messages")
+    return [
+        x if isinstance(x, QTensor) else rounded(x, fmt, config.granularity, stream_of(rounding, number))
+        for number, x in enumerate((x_source, x_target))
+    ]
 
 
 def _check_rows(x_source: Tensor | QTensor, x_target: Tensor | QTensor) -> None:

@@ -24,6 +24,8 @@ from qgnn.functional._checks import (
     structure,
 )
 from qgnn.functional._packed import kept_rows
+from qgnn.functional._rounded import aggregated, message_rows, rounded
+from qgnn.functional.activation import activation as activation_behind
 from qgnn.functional.dense import linear
 from qgnn.graph import Graph, as_graph, check_edge_weight
 from qgnn.qtensor import QTensor
@@ -148,6 +150,9 @@ def graph_linear(
     check_product("graph_linear", x, weight, bias)
     check_matrix("graph_linear", "x", x)
     graph = graph_of("graph_linear", graph, x)
+    if config is not None and not config.is_integer:
+        y = linear(x, weight, config=config, seed=seed)
+        return _aggregate("graph_linear", graph, y, edge_weight, reduce, bias, (activation, dropout), config, seed)
     if config is None:
         y = linear(x, weight)
         return _aggregate("graph_linear", graph, y, edge_weight, reduce, bias, (activation, dropout), None, seed)
@@ -229,6 +234,12 @@ def incidence_sum(
         )
     indptr, order, node = graph.incidence(side)
     rows = edge_x.reshape(graph.num_edges, prod(edge_x.shape[1:]))
+    if config is not None and not config.is_integer:
+        rounding = draw_seed(config, seed, rows)
+        rows = rounded(rows, config.format_of("messages"), config.granularity, rounding)
+        out = ops.incidence_sum(rows, indptr, order, node, *_rounding(None, seed, rows))
+        out = aggregated(out, config, rounding, with_gradient=False)
+        return out.view(indptr.shape[0] - 1, *edge_x.shape[1:])
     out = ops.incidence_sum(rows, indptr, order, node, *_rounding(config, seed, rows))
     return out.view(indptr.shape[0] - 1, *edge_x.shape[1:])
 
@@ -245,6 +256,8 @@ def _aggregate(
     seed: int | Tensor | None,
     reduces: tuple[str, ...] = _SUMS,
 ) -> Tensor:
+    if config is not None and not config.is_integer:
+        return _mixed_aggregate(owner, graph, x, edge_weight, reduce, bias, epilogue, config, seed, reduces)
     rows, scale, x_float = codes_or_rows(owner, x)
     csr_weight, csc_weight = _edge_weights(owner, graph, edge_weight, x.dtype, heads_of=x.shape[1])
     out, *_ = ops.spmm(
@@ -263,6 +276,28 @@ def _aggregate(
     return out.to(x.dtype)
 
 
+def _mixed_aggregate(
+    owner: str,
+    graph: Graph,
+    x: Tensor | QTensor,
+    edge_weight: Tensor | None,
+    reduce: str,
+    bias: Tensor | None,
+    epilogue: tuple[str | None, float],
+    config: QConfig,
+    seed: int | Tensor | None,
+    reduces: tuple[str, ...],
+) -> Tensor:
+    rounding = draw_seed(config, seed, x.scale if isinstance(x, QTensor) else x)
+    rows, kernel = message_rows(x, config, rounding)
+    out = _aggregate(owner, graph, rows, edge_weight, reduce, None, (None, 0), kernel, rounding, reduces)
+    out = aggregated(out, config, rounding, with_gradient=kernel is None)
+    kind, dropout = epilogue
+    if bias is None and kind is None and not dropout:
+        return out
+    return activation_behind(out, kind, dropout, bias=bias, seed=seed)
+
+
 def _extremum(
     graph: Graph,
     x: Tensor | QTensor,
@@ -271,6 +306,11 @@ def _extremum(
     config: QConfig | None,
     seed: int | Tensor | None,
 ) -> Tensor:
+    if config is not None and not config.is_integer:
+        rounding = draw_seed(config, seed, x.scale if isinstance(x, QTensor) else x)
+        rows, _ = message_rows(x, config, rounding)
+        out = _extremum(graph, rows, edge_weight, largest, None, rounding)
+        return aggregated(out, config, rounding, with_gradient=False)
     rows, scale, x_float = codes_or_rows("spmm", x)
     csr_weight, _ = _edge_weights("spmm", graph, edge_weight, x.dtype)
     out, *_ = ops.spmm_extremum(

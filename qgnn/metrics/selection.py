@@ -20,6 +20,8 @@ from qgnn.nn._layer import Quantized
 WIDTHS = range(2, 9)
 THRESHOLD = 0.3
 
+_INT = Int()
+
 Family = Format | Callable[[int], Format]
 Bits = dict[str, dict[str, int | None]]
 
@@ -27,7 +29,7 @@ Bits = dict[str, dict[str, int | None]]
 def select_bits(
     x: Tensor,
     threshold: float = THRESHOLD,
-    fmt: Family = Int(8),
+    fmt: Family = _INT,
     *,
     dim: int | None = -1,
     form: str = "elementwise",
@@ -54,7 +56,7 @@ def select_bits(
         ValueError: If ``form`` is unknown, or the format does not have one of the widths.
 
     Example:
-        >>> qgnn.metrics.select_bits(torch.randn(1000, 64))
+        >>> qgnn.metrics.select_bits(torch.randn(1000, 64), dim=None)
         5
     """
     check_form("select_bits", form)
@@ -153,7 +155,7 @@ def select_bits_per_layer(
         layer.register_forward_hook(partial(on_call, name), with_kwargs=True)  # type: ignore[attr-defined]
     num_run = 0
     cuda = {p.device for p in copied.parameters() if p.is_cuda}
-    # A compiled function does not see hooks.
+    # Compiled parts would compile the hooks, or fail at them.
     with torch.random.fork_rng(cuda), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
         for batch in islice(batches, num_batches):
             num_run += 1

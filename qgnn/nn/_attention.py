@@ -60,6 +60,11 @@ class AttentionConv(QuantizedConv):
         return not self._is_sum or self.needs_messages(*(m for m in self.children() if m is not self.aggr_module))
 
     @property
+    def rounds_weights(self) -> bool:
+        """Whether weights are rounded, which needs them edge by edge."""
+        return self.active is not None and self.active.format_of("attention") is not None
+
+    @property
     def weight_dropout(self) -> float:
         """Probability that a weight is dropped in this call."""
         return self.dropout if self.training and self.dropout else 0
@@ -175,7 +180,7 @@ class AttentionConv(QuantizedConv):
     def weighted_sum(self, edges: Edges, rows: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The sum of ``rows``, the weights as dropout left them, and as they were before: weights edge by edge, for
         callers who ask for them."""
-        weights = functional.edge_softmax(edges.graph, scores)
+        weights = functional.edge_softmax(edges.graph, scores, config=self.active)
         dropped = dropout(weights, self.weight_dropout)
         out = functional.spmm(edges.graph, rows.flatten(1), dropped, config=self.active)
         return out.view(-1, *rows.shape[1:]), dropped.to(rows.dtype), weights.to(rows.dtype)

@@ -55,6 +55,8 @@ def operand(x: Tensor | QTensor, config: QConfig | None, *, shared: bool = False
     """
     if config is None or isinstance(x, QTensor):
         return x
+    if not config.is_integer:
+        return _mixed_operand(x, config)
     constant = not x.requires_grad and (torch.is_grad_enabled() or not config.stochastic)
     if constant and config.keeps_codes:
         nearest = active_config(False, config)
@@ -64,6 +66,16 @@ def operand(x: Tensor | QTensor, config: QConfig | None, *, shared: bool = False
     if shared and (config.keeps_codes or not torch.is_grad_enabled()):
         return functional.quantize(x, config, straight_through=True)
     return x
+
+
+def _mixed_operand(x: Tensor, config: QConfig) -> Tensor | QTensor:
+    """Constants of a training step as codes for products, with the rows themselves for what reads these."""
+    fmt = config.format_of("features")
+    if x.requires_grad or not torch.is_grad_enabled() or fmt is None or not config.keeps_codes or is_recorded(x):
+        return x
+    nearest = replace(config, rounding="nearest")
+    q = cached((x,), ("codes", str(fmt), config.granularity), lambda: functional.quantize(x, nearest))
+    return replace(q, origin=x)
 
 
 def float_rows(x: Tensor | QTensor) -> Tensor:

@@ -129,11 +129,11 @@ class QGATConv(AttentionConv, GATConv):
             num_nodes,
             num_loops_of(num_nodes, x) if self.add_self_loops else None,
             self.fill_value,
-            bool(return_attention_weights),
+            bool(return_attention_weights) or self.rounds_weights,
         )
         edge_weight = None if edges.attr is None else score_weight(self.att_edge, self.lin_edge.weight)
         weights = None
-        if return_attention_weights:
+        if return_attention_weights or self.rounds_weights:
             scores = functional.sddmm(edges.graph, score_source, score_target, "add")
             if edges.attr is not None and edge_weight is not None:
                 scores = scores + edges.attr.to(scores.dtype) @ edge_weight.t()
@@ -151,7 +151,7 @@ class QGATConv(AttentionConv, GATConv):
                 config=config,
             )
         out = self.finish(self.by_node(edges.results(out)), self.bias, self.residual_of(x[1], codes[1]))
-        return out if weights is None else (out, edges.with_weights(weights))
+        return out if weights is None or not return_attention_weights else (out, edges.with_weights(weights))
 
     def _scores(self, x: Any, codes: Any, lins: Any, num_targets: int) -> tuple[Tensor, Tensor]:
         """Scores of sources and of targets."""

@@ -123,10 +123,10 @@ class QGATv2Conv(AttentionConv, GATv2Conv):
             num_nodes,
             num_loops_of(num_nodes, x) if self.add_self_loops else None,
             self.fill_value,
-            bool(return_attention_weights),
+            bool(return_attention_weights) or self.rounds_weights,
         )
         weights = None
-        if return_attention_weights:
+        if return_attention_weights or self.rounds_weights:
             sums = functional.sddmm(edges.graph, source, target, "add")
             if edges.attr is not None:
                 sums = sums + functional.linear(edges.attr, self.lin_edge.weight).view(sums.shape)
@@ -145,4 +145,4 @@ class QGATv2Conv(AttentionConv, GATv2Conv):
                 config=self.active,
             )
         out = self.finish(self.by_node(edges.results(out)), self.bias, self.residual_of(x[1], codes[1]))
-        return out if weights is None else (out, edges.with_weights(weights))
+        return out if weights is None or not return_attention_weights else (out, edges.with_weights(weights))

@@ -82,7 +82,7 @@ class QSGConv(PropagationConv, SGConv):
         initialize_lazy(self.lin, x)
         graph = self.normalized(x, edge_index, edge_weight)
         config = self.active
-        rows = (x,) if isinstance(x, Tensor) else (x.codes, x.scale) if x.origin is None else (x.origin,)
+        rows = (x,) if isinstance(x, Tensor) else (x.storage, x.scales) if x.origin is None else (x.origin,)
         sources = (*rows, *identity(edge_index, weights=True), *(() if edge_weight is None else (edge_weight,)))
         if self.cached and self.K > 0 and not any(t.requires_grad or is_recorded(t) for t in sources):
             nearest = active_config(False, config)

@@ -107,7 +107,8 @@ class QTransformerConv(AttentionConv, TransformerConv):
         query = self.heads_of(self.lin_query, codes[1])
         key, value = (self.heads_of(lin, codes[0]) for lin in (self.lin_key, self.lin_value))
         weights = None
-        if isinstance(return_attention_weights, bool):
+        wants_weights = isinstance(return_attention_weights, bool)
+        if wants_weights or self.rounds_weights:
             out, weights = self._with_weights(edges, query, key, value)
         else:
             out = functional.attention_dot(
@@ -121,7 +122,7 @@ class QTransformerConv(AttentionConv, TransformerConv):
                 config=self.active,
             )
         out = self._with_root(self.by_node(out), codes[1])
-        return out if weights is None else (out, edges.with_weights(weights, matrix=False))
+        return out if weights is None or not wants_weights else (out, edges.with_weights(weights, matrix=False))
 
     def _with_weights(self, edges: Edges, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         scores = functional.sddmm(edges.graph, key, query)

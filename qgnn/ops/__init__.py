@@ -12,7 +12,9 @@ from qgnn.ops.attention_gatv2 import attention_gatv2
 from qgnn.ops.blocks import blocks_pack, blocks_unpack
 from qgnn.ops.graph_linear import graph_linear
 from qgnn.ops.matmul import matmul
+from qgnn.ops.matmul_codes import matmul_codes, matmul_codes_dw, matmul_shared
 from qgnn.ops.quantize import quantize
+from qgnn.ops.quantize_grid import quantize_dequantize, quantize_shared
 from qgnn.ops.sddmm import sddmm
 from qgnn.ops.softmax import attention_scores, softmax
 from qgnn.ops.spmm import spmm
@@ -32,7 +34,12 @@ __all__ = [
     "graph_linear",
     "incidence_sum",
     "matmul",
+    "matmul_codes",
+    "matmul_codes_dw",
+    "matmul_shared",
     "quantize",
+    "quantize_dequantize",
+    "quantize_shared",
     "sddmm",
     "softmax",
     "spmm",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qgnn import reference, trace
 from qgnn.activation import Activation
+from qgnn.rounding import shared_scale
 from qgnn.weak_cache import cached
 
 # Streams of one seed: no two roundings of an op call share random bits.
@@ -33,11 +34,14 @@ _PROCESS = os.getpid()  # a fork between here and the first call of a native ker
 _HOMES = {
     "quantize": "quantize",
     "quantize_grad": "quantize",
+    "quantize_dequantize": "quantize_grid",
+    "quantize_shared": "quantize_grid",
     "matmul": "matmul",
     "quantize_matmul": "matmul",
     "quantize_matmul_requantize": "matmul",
     "matmul_requantize": "matmul",
     "matmul_dw": "matmul",
+    "matmul_shared": "matmul_shared",
     "spmm": "spmm",
     "spmm_requantize": "spmm",
     "spmm_extremum": "spmm",
@@ -108,9 +112,11 @@ class Backend:
         self._engines = engines or {}
 
     def call(self, primitive: str, trace_name: str, *operands: Tensor | None, bits: int = 8, **options: Any) -> Any:
-        """Run ``primitive`` and report it as ``trace_name``; ``bits`` is the width of integer operands."""
+        """Run ``primitive`` and report it as ``trace_name``; ``bits`` is the width of integer operands. An option
+        ``format_name`` is for the trace alone: the format, where it is no integer with a scale of its own."""
         if self._serves is not None and not self._serves(primitive, operands, options):
             return torch_backend().call(primitive, trace_name, *operands, bits=bits, **options)
+        format_name = options.pop("format_name", None)
         if primitive in _ROUNDS:
             options["bits"] = bits
         result = self._primitives[primitive](*operands, **options)
@@ -119,7 +125,7 @@ class Backend:
             if primitive.startswith("quantize_matmul"):
                 self._report_fused(trace_name, operands, options, results, bits)
             else:
-                self._report(primitive, trace_name, operands, options, results, bits)
+                self._report(primitive, trace_name, operands, options, results, bits, format_name=format_name)
         return result
 
     def _report(
@@ -131,15 +137,16 @@ class Backend:
         results: tuple[Any, ...],
         bits: int,
         num_made: int = 0,
+        format_name: str | None = None,
     ) -> None:
         """Report a call; the first ``num_made`` operands were made by the same kernel, which does not read them."""
         error = None
-        if primitive in ("quantize", "quantize_grad"):
+        if primitive in ("quantize", "quantize_grad", "quantize_dequantize", "quantize_shared"):
             error = partial(_relative_error, operands[0], results, options)
         tensors = [t for t in operands if t is not None]
         integer = primitive in ("quantize", "quantize_grad", "blocks_pack") or any(t.dtype in _CODES for t in tensors)
         dtypes = [t.dtype for t in tensors if t.is_floating_point()]
-        fmt = f"int{bits}" if integer else str(dtypes[0]).removeprefix("torch.")
+        fmt = format_name or (f"int{bits}" if integer else str(dtypes[0]).removeprefix("torch."))
         engine = self._engines.get(primitive)
         backend = self.name if engine is None else f"{self.name}/{engine(*operands)}"
         masks = [value.mask for value in options.values() if isinstance(value, Activation)]
@@ -158,13 +165,21 @@ class Backend:
 
 
 def _relative_error(x: Tensor, results: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-    """Frobenius norm of the error of ``quantize`` over that of its operand."""
-    codes, scale = results[:2]
+    """Frobenius norm of the error of a quantization over that of its operand."""
+    grid = options.get("grid")
+    if grid is not None and len(results) == 1:
+        restored = results[0].float()
+    else:
+        codes, scale = results[:2]
+        if grid is not None:
+            scale = shared_scale(scale, grid)
+        block_size = (grid.block_size or x.shape[1]) if grid is not None else options.get("block_size")
+        per_block = scale.dim() == 2
+        scale = scale.repeat_interleave(block_size, dim=1)[:, : x.shape[1]] if per_block else scale[:, None]
+        restored = codes.float() * scale
     if options.get("mask") is not None:
         x, _ = reference.activation_backward(x, options["mask"], factor=options["factor"])
-    per_block = scale.dim() == 2
-    scale = scale.repeat_interleave(options["block_size"], dim=1)[:, : x.shape[1]] if per_block else scale[:, None]
-    return (codes.float() * scale - x.float()).norm() / x.float().norm().clamp_min(1e-30)
+    return (restored - x.float()).norm() / x.float().norm().clamp_min(1e-30)
 
 
 @cache

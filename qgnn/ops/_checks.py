@@ -37,7 +37,9 @@ _BYTES = {"packed": "'blocks_pack'", "mask": "the forward pass"}
 _SCALES = {
     **{"x": "x_scale", "x_target": "target_scale", "x_source": "source_scale", "hidden": "hidden_scale"},
     **{"query": "query_scale", "key": "key_scale", "value": "value_scale"},
+    **{"weight": "weight_scale", "grad": "grad_scale"},
 }
+_EXPONENTS = {"x": "x_exponent", "weight": "weight_exponent"}
 _TOGETHER = (("edge_attr", "edge_weight", "edge_order"), ("packed", "low", "step", "packed_seed"))
 _OF_ATTENTION = {"att": ("target_scale", "source_scale"), "query": ("query_scale", "key_scale", "value_scale")}
 
@@ -256,9 +258,12 @@ def _check_type(owner: str, name: str, t: Tensor, arguments: Mapping[str, Any]) 
     elif name in _BYTES:
         if t.dtype != torch.uint8:
             raise TypeError(f"'{owner}' expects '{name}' in torch.uint8, as {_BYTES[name]} made it (got {t.dtype})")
-    elif name in _SCALES and arguments.get(_SCALES[name]) is not None:
+    elif any(arguments.get(of[name]) is not None for of in (_SCALES, _EXPONENTS) if name in of):
         if t.dtype != torch.int8:
             raise TypeError(f"'{owner}' expects '{name}' as int8 codes, since it has a scale (got {t.dtype})")
+    elif name.endswith("exponent"):
+        if t.dtype != torch.uint8:
+            raise TypeError(f"'{owner}' expects '{name}' in torch.uint8, biased by 127 (got {t.dtype})")
     elif name == "row_factor" or name.endswith("scale"):
         rows = arguments.get("grad", arguments.get("x"))
         wide = name == "row_factor" and isinstance(rows, Tensor) and rows.dtype == torch.float64

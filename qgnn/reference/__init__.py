@@ -28,6 +28,8 @@ from qgnn.reference.edges import (
     softmax,
     softmax_backward,
 )
+from qgnn.reference.grids import quantize_dequantize, quantize_shared
+from qgnn.reference.matmul_shared import matmul_shared
 from qgnn.reference.sparse import (
     spmm,
     spmm_extremum,
@@ -55,10 +57,13 @@ __all__ = [
     "matmul",
     "matmul_dw",
     "matmul_requantize",
+    "matmul_shared",
     "quantize",
+    "quantize_dequantize",
     "quantize_grad",
     "quantize_matmul",
     "quantize_matmul_requantize",
+    "quantize_shared",
     "sddmm",
     "softmax",
     "softmax_backward",

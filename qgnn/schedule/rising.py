@@ -112,8 +112,8 @@ class ActiveSchedule(_Rising):
         self.losses = self.losses[-2 * self.window :]
         if epoch < self.warmup or (epoch - self.warmup) % self.window:
             return False
-        self.losses = read(self.losses)
-        before, last = sum(self.losses[: self.window]), sum(self.losses[self.window :])
+        losses = read(self.losses)
+        before, last = sum(losses[: self.window]), sum(losses[self.window :])
         return bool(last > self.patience * before)
 
 

@@ -82,11 +82,11 @@ class Schedule(ABC):
         Raises:
             ValueError: If it is the state of another class, or the target does not have its width.
         """
-        own = vars(self).keys() - {"_targets"}
+        owner, own = type(self).__name__, vars(self).keys() - {"_targets"}
         if own != set(state_dict):
             raise ValueError(
-                f"'{type(self).__name__}.load_state_dict' expects the entries {sorted(own)} (got {sorted(state_dict)}); "
-                f"give it the state of a {type(self).__name__}"
+                f"'{owner}.load_state_dict' expects the entries {sorted(own)} (got {sorted(state_dict)}); give it the "
+                f"state of a {owner}"
             )
         self._check(state_dict["history"][-1])
         self.__dict__.update({name: _plain(value) for name, value in state_dict.items()})

@@ -26,8 +26,8 @@ def check_width(target: Target, bits: int) -> None:
     if isinstance(target, nn.Module):
         if not _configs(target, bits):
             raise ValueError(
-                f"A schedule expects a model with quantized layers (got a {type(target).__name__} without any); convert "
-                f"it with 'qgnn.quantize_(model, qgnn.QConfig())' first"
+                f"A schedule expects a model with quantized layers (got a {type(target).__name__} without any); "
+                f"convert it with 'qgnn.quantize_(model, qgnn.QConfig())' first"
             )
     elif isinstance(target, compress_activations):
         before = target.bits
@@ -50,8 +50,8 @@ def checked_targets(owner: str, target: Any) -> list[Target]:
     for each in targets:
         if isinstance(each, type) or not callable(each):
             raise TypeError(
-                f"'{owner}' expects a model, a 'qgnn.compress_activations', a function of the width, or a list of these "
-                f"(got {each!r})"
+                f"'{owner}' expects a model, a 'qgnn.compress_activations', a function of the width, or a list of "
+                f"these (got {each!r})"
             )
     if not targets:
         raise ValueError(f"'{owner}' expects at least one target (got an empty list)")

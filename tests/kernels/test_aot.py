@@ -79,6 +79,13 @@ def test_integer_products_run_on_int8_tensor_cores(records: list[Record]) -> Non
         assert _count(record, "mma_int8") > 0, _where(record)
 
 
+def test_products_of_blocks_run_on_tensor_cores(records: list[Record]) -> None:
+    """Of 16 columns in fp16, of 32 in int8."""
+    for record in _select(records, "_matmul_shared_kernel"):
+        kind = "mma_fp16" if "G16" in record["case"] else "mma_int8"
+        assert _count(record, kind) > 0, _where(record)
+
+
 def test_sums_of_codes_with_scales_run_on_fp16_tensor_cores(records: list[Record]) -> None:
     for record in _select(records, "_matmul_dw_kernel|_spmm_tile_kernel"):
         assert _count(record, "mma_fp16") > 0, _where(record)
@@ -97,14 +104,18 @@ def test_aggregations_transpose_codes_in_hardware(records: list[Record]) -> None
         assert record["loop"]["ldmatrix"] > record["loop"].get("shared_load", 0), _where(record)
 
 
-_NARROW = "1433|column_major|H1/|F64/H8|D8|_add_partials_kernel|bf16.*projection|_blocks_un(pack|project)_kernel"
+_NARROW = (
+    "1433|column_major|H1/|F64/H8|D8|matmul_shared.*G16|_add_partials_kernel|bf16.*projection|"
+    "_blocks_un(pack|project)_kernel"
+)
 
 
 def test_rows_are_read_in_vectors_of_16_bytes(records: list[Record]) -> None:
     """No byte is loaded alone, and vectors bring every value. Exceptions are rows of 1433 floats, which start on no
     vector boundary, columns, scores of one head, whose rows start anywhere, heads of 8 codes, which are 2 bytes a
-    thread, rows that sm_80 copies into shared memory as its products take them, 8 bytes each (sm_90 those of bf16 that
-    are projected), and packed blocks, which are little beside what is made of them."""
+    thread, blocks of 16 codes with an exponent, which two threads read, rows that sm_80 copies into shared memory as
+    its products take them, 8 bytes each (sm_90 those of bf16 that are projected), and packed blocks, which are little
+    beside what is made of them."""
     for record in records:
         if "D8/" not in record["case"]:
             assert _count(record, "global_load_b(8|16)") == 0, f"{_where(record)} has narrow loads"
@@ -112,7 +123,7 @@ def test_rows_are_read_in_vectors_of_16_bytes(records: list[Record]) -> None:
             assert _count(record, "global_load_b128") > 0, f"{_where(record)} has no wide loads"
     for record in _select(
         records,
-        "_(activation|spmm|sddmm|attention).*kernel|_(quantize|matmul_dw|blocks_pack)_kernel",
+        "_(activation|spmm|sddmm|attention).*kernel|_(quantize|quantize_grid|matmul_dw|blocks_pack)_kernel",
     ):
         name = record["case"]
         if not re.search("1433|column_major|F64/H8|D8|matmul_dw.*sm_80", name):
@@ -124,7 +135,7 @@ def test_rows_are_read_in_vectors_of_16_bytes(records: list[Record]) -> None:
 def test_codes_are_written_in_vectors(records: list[Record]) -> None:
     for record in _select(records, ".*quantize.*_kernel"):
         assert _count(record, "global_store_b(64|128)") > 0, _where(record)
-        if "activation" not in record["case"]:  # the bytes of a mask, eight values each
+        if not re.search("activation|shared", record["case"]):  # a byte of a mask or an exponent: several values each
             assert _count(record, "global_store_b(8|16)") == 0, f"{_where(record)} stores codes one by one"
 
 

@@ -14,15 +14,30 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from qgnn.kernels.cpu import activation, attention_shared, blocks, info, library, matmul, quantize, sddmm, softmax, spmm
+from qgnn.kernels.cpu import (
+    activation,
+    attention_shared,
+    blocks,
+    info,
+    library,
+    matmul,
+    matmul_shared,
+    quantize,
+    quantize_grid,
+    sddmm,
+    softmax,
+    spmm,
+)
 from torch import Tensor
 
 from activation_cases import KEPT, assert_forward_equals_reference, backward_operands, dropout_of
 from cpu_attention_cases import DROPOUT, GRAD, KINDS, backward, forward, graph_of, operands
 from graphs import GRAPHS, RECTANGULAR
+from grid_cases import GRIDS, INTEGERS
 from kernel_cases import LAYOUTS, csr, random_codes, random_scales
 from prototypes import misfits, prototypes
 from qgnn.activation import Activation, mask_width
+from shared_cases import operands_of, options_of
 
 WIDTHS = (1, 7, 33, 130, 1030)
 SEED = torch.tensor([-0x123456789ABCDEF])
@@ -76,6 +91,17 @@ def run_quantize() -> None:
             quantize.quantize_grad(LAYOUTS["every_second_row"](x))
 
 
+def run_grids() -> None:
+    for shape in ((0, 3), (3, 0), (1, 40_000), *((9, F) for F in WIDTHS)):
+        x = torch.randn(shape)
+        for grid, seed in itertools.product(GRIDS.values(), (None, SEED)):
+            for block_size in (grid.block_size, 3, 600):
+                quantize_grid.quantize_dequantize(x, grid._replace(block_size=block_size), seed=seed)
+        for grid, seed in itertools.product(INTEGERS.values(), (None, SEED)):
+            for block_size in (grid.block_size, 3, 600):
+                quantize_grid.quantize_shared(x, grid._replace(block_size=block_size), seed=seed)
+
+
 def run_activation() -> None:
     for N, F in ((0, 3), (3, 0), *((N, F) for N in (1, 9, 300) for F in WIDTHS)):
         x, bias, second = torch.randn(N, F), torch.randn(F), LAYOUTS["every_second_row"](torch.randn(N, F))
@@ -102,6 +128,15 @@ def run_matmul() -> None:
             with mock.patch.multiple(matmul, has_vnni=lambda: True, _MIN_INTEGER_WORK=0):
                 matmul.matmul(x_q, x_scale, w_q, w_scale)
                 matmul.matmul_requantize(x_q, x_scale, w_q, w_scale)
+
+
+def run_matmul_shared() -> None:
+    for N, K, M in ((1, 1, 1), (13, 7, 33), (5, 300, 66), (300, 130, 40), (3, 0, 4), (0, 3, 4)):
+        for G in (1, 5, 16, 32, 128):
+            o = operands_of(N, K, M, G, "any")
+            matmul_shared.matmul_shared(*o, **options_of(G))
+            for layout in LAYOUTS.values():
+                matmul_shared.matmul_shared(*map(layout, o[:4]), **options_of(G, fraction_bits=22))
 
 
 def run_spmm(indptr: Tensor, index: Tensor, S: int, F: int) -> None:
@@ -213,8 +248,10 @@ def main() -> None:
     for threads in (1, 2):
         torch.set_num_threads(threads)
         run_quantize()
+        run_grids()
         run_activation()
         run_matmul()
+        run_matmul_shared()
         run_blocks()
         run_graphs()
         info.info()

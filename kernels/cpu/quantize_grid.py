@@ -1,0 +1,46 @@
+"""Rounding to grids with shared powers of two, and to affine ones, in C.
+
+Numerics: bit-equal to the reference. A block is read once from memory: its extrema are found and its values rounded
+while it lies in the first-level cache. A row that is one block is shared by the threads if there are fewer rows than
+these: they read it twice.
+
+Oracle: qgnn.reference.quantize_dequantize, quantize_shared
+"""
+
+from typing import Any
+
+import torch
+from qgnn.kernels.cpu.library import empty_codes, launch, rows_of, stream_key
+from torch import Tensor
+
+_INTEGERS, _FLOATS, _AFFINE = 0, 2, 3  # as in quantize_grid.c
+
+
+def quantize_dequantize(x: Tensor, grid: Any, *, seed: Tensor | None = None, stream: int = 0) -> Tensor:
+    """The values of the grid that those of ``x`` become, in the type of ``x``."""
+    R, C = x.shape
+    y = torch.empty((R, C))
+    if x.numel() == 0:
+        return y.to(x.dtype)
+    rows = rows_of(x, torch.float32)
+    kind = _AFFINE if grid.affine else _INTEGERS if grid.is_uniform else _FLOATS
+    scale = (int(grid.round_up), grid.max_exponent, grid.fraction_bits)
+    elements = (grid.mantissa_bits, grid.min_exponent, float(grid.low), float(grid.high))
+    sizes = (R, C, rows.stride(0), kind, min(grid.block_size or C, C))
+    launch("qgnn_quantize_dequantize", y, rows, seed, stream_key(stream), *sizes, *scale, *elements)
+    return y.to(x.dtype)
+
+
+def quantize_shared(x: Tensor, grid: Any, *, seed: Tensor | None = None, stream: int = 0) -> tuple[Tensor, Tensor]:
+    """Codes int8 ``[R, C]`` and exponents uint8, one a block, on a grid of integers."""
+    R, C = x.shape
+    codes = empty_codes(R, C)
+    num_blocks = -(-C // grid.block_size) if grid.block_size else 1
+    if x.numel() == 0:
+        return codes, torch.zeros((R, num_blocks), dtype=torch.uint8)
+    exponent = torch.empty((R, num_blocks), dtype=torch.uint8)
+    rows = rows_of(x, torch.float32)
+    sizes = (R, C, rows.stride(0), min(grid.block_size or C, C))
+    scale = (int(grid.round_up), grid.max_exponent, grid.fraction_bits, float(grid.low), float(grid.high))
+    launch("qgnn_quantize_shared", codes, exponent, rows, seed, stream_key(stream), *sizes, *scale)
+    return codes, exponent

@@ -1,0 +1,122 @@
+"""The two sides of a product in formats of their own, and the kernel that multiplies them.
+
+A product sums over the columns of both sides. Rows of integers with a scale each meet in the int8 kernels, blocks of
+integers with shared exponents in theirs; any other pair is multiplied in fp32, by the values that codes stand for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qgnn import ops, trace
+from qgnn.formats import Format, Int
+from qgnn.qtensor import QTensor
+from qgnn.rng import stream_key
+from qgnn.rounding import Grid, shared_scale
+
+CHUNK = 1 << 20  # values that are turned into fp32 at once, so that no copy of a large matrix is made
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One side of a product: values, codes with a scale a row, or codes with an exponent a block.
+
+    Args:
+        name: Of the format.
+        values: ``[R, C]``.
+        codes: int8 ``[R, C]``.
+        scale: fp32 ``[R]`` or ``[1]``.
+        exponent: uint8 ``[R, ceil(C / grid.block_size)]``, biased by 127.
+        grid: Of the exponents.
+    """
+
+    name: str
+    values: Tensor | None = None
+    codes: Tensor | None = None
+    scale: Tensor | None = None
+    exponent: Tensor | None = None
+    grid: Grid | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows ``R``."""
+        return (self.codes if self.values is None else self.values).shape[0]  # type: ignore[union-attr]
+
+    def decoded(self) -> Tensor:
+        """The values that it stands for."""
+        if self.values is not None:
+            return self.values
+        assert self.codes is not None
+        if self.scale is not None:
+            return self.codes.float() * self.scale[:, None]
+        return self.codes.float() * self._scale_of_blocks()
+
+    def _scale_of_blocks(self) -> Tensor:
+        assert self.exponent is not None
+        assert self.grid is not None
+        assert self.codes is not None
+        scale = shared_scale(self.exponent, self.grid)
+        return scale.repeat_interleave(self.grid.block_size, dim=1)[:, : self.codes.shape[1]]
+
+
+def stream_of(seed: Tensor | None, stream: int) -> Tensor | None:
+    """The seed of an independent rounding."""
+    return None if seed is None else seed ^ stream_key(stream)
+
+
+def round_rows(rows: Tensor, fmt: Format | None, granularity: str, seed: Tensor | None) -> Operand:
+    """``rows`` ``[R, C]`` in a format, with scales of rows (or one), or of blocks of columns."""
+    if fmt is None:
+        return Operand(_type(rows), values=rows)
+    per_tensor = granularity == "tensor"
+    if isinstance(fmt, Int) and fmt.symmetric:
+        codes, scale = ops.quantize(rows, seed, fmt.bits, granularity, 1)
+        return Operand(str(fmt), codes=codes, scale=scale)
+    grid = getattr(fmt, "grid", None)
+    if grid is not None and grid.is_integer:
+        flat = rows.reshape(1, -1) if per_tensor and not grid.block_size else rows
+        codes, exponent = ops.quantize_shared(flat, seed, 0, *grid)
+        if grid.block_size:
+            return Operand(str(fmt), codes=codes, exponent=exponent, grid=grid)
+        return Operand(str(fmt), codes=codes.view(rows.shape), scale=shared_scale(exponent, grid).view(-1))
+    return Operand(str(fmt), values=fmt.quantize(rows.float(), None if per_tensor else -1, seed))
+
+
+def operand_of(q: QTensor) -> Operand:
+    """Rows ``[R, C]`` that are codes already, with scales of rows or of blocks of columns."""
+    if q.zero is None and q.block_size is None and q.codes.dtype == torch.int8:
+        return Operand(q.name, codes=q.codes, scale=q.scale.reshape(-1))
+    layout = q.layout
+    if (
+        layout is not None
+        and q.block_size
+        and layout.mantissa_bits is None
+        and layout.dim == -1
+        and q.codes.dtype == torch.int8
+    ):
+        grid = Grid(q.block_size, False, 0, layout.fraction_bits, 0, 0, 0, 0, False)
+        return Operand(q.name, codes=q.codes, exponent=q.scales.view(torch.uint8), grid=grid)
+    return Operand(q.name, values=q.dequantize())
+
+
+def product(a: Operand, b: Operand, bias: Tensor | None, pass_: str) -> Tensor:
+    """``a b^T + bias`` in fp32, ``[R, C]`` and ``[M, C]`` to ``[R, M]``."""
+    name = a.name if a.name == b.name else f"{a.name} x {b.name}"
+    if a.scale is not None and b.scale is not None:
+        return ops.matmul_codes(a.codes, a.scale, b.codes, b.scale, bias, pass_, name)
+    if a.grid is not None and b.grid is not None and a.grid.block_size == b.grid.block_size:
+        fraction_bits = a.grid.fraction_bits + b.grid.fraction_bits
+        blocks = (a.codes, a.exponent, b.codes, b.exponent)
+        return ops.matmul_shared(*blocks, bias, a.grid.block_size, fraction_bits, pass_, name)
+    left, right = a.decoded(), b.decoded()
+    out = torch.nn.functional.linear(left, right.to(left.dtype), None if bias is None else bias.to(left.dtype))
+    if not torch.compiler.is_compiling() and trace.recording():
+        trace.report(f"matmul.{pass_}", f"{name} in {_type(out)}", "torch", (left, right, bias, out))
+    return out
+
+
+def _type(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")

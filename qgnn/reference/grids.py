@@ -1,0 +1,131 @@
+"""Values on grids with a shared power of two, and on affine ones: number formats that are emulated or kept as codes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qgnn.reference._common import compute_dtype, row_chunks, stream_seed
+from qgnn.rng import random_bits16
+from qgnn.rounding import Grid, power_of_two, scale_by_power
+
+_NAN_EXPONENT = 255
+_BIAS = 127
+_SMALLEST_RANGE = 1e-30
+
+
+def to_blocks(x: Tensor, size: int) -> Tensor:
+    """[R, C] -> [R, B, size]; the last column is repeated, which changes no extremum."""
+    missing = -x.shape[1] % size
+    return torch.cat([x, x[:, -1:].expand(-1, missing)], 1).unflatten(1, (-1, size))
+
+
+def from_blocks(blocks: Tensor, width: int) -> Tensor:
+    """[R, B, size] -> [R, C]."""
+    return blocks.flatten(1)[:, :width]
+
+
+def _round(x: Tensor, bits16: Tensor | None) -> Tensor:
+    """To nearest, halves to even; with random bits, down or up."""
+    if bits16 is None:
+        return x.round()
+    floor = x.floor()
+    return floor + (((x - floor) * 65536.0).int() + bits16 >= 65536).to(x.dtype)
+
+
+def _shared_exponent(absmax: Tensor, grid: Grid) -> Tensor:
+    mantissa, exponent = torch.frexp(absmax)  # absmax = mantissa * 2**exponent, mantissa from 0.5 to below 1
+    rounded = exponent - (mantissa == 0.5).int() if grid.round_up else exponent - 1
+    shared = (rounded - grid.max_exponent).clamp(-_BIAS, _BIAS)
+    return shared.masked_fill_(absmax == 0, -_BIAS)
+
+
+def elements(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Elements [R, B, G] in units of their block, its shared exponent and whether it is poisoned: [R, B, 1]."""
+    absmax = blocks.abs().amax(2, keepdim=True)
+    poisoned = ~(absmax < float("inf"))
+    shared = _shared_exponent(absmax.masked_fill(poisoned, 0.0), grid)
+    t = scale_by_power(blocks.masked_fill(poisoned, 0.0), grid.fraction_bits - shared)
+    return round_elements(t, grid, bits16), shared, poisoned
+
+
+def round_elements(t: Tensor, grid: Grid, bits16: Tensor | None) -> Tensor:
+    """The elements of a grid with a shared power of two that values in units of their block become."""
+    exponent = (torch.frexp(t).exponent - 1).clamp_min(grid.min_exponent) - grid.mantissa_bits
+    rounded = power_of_two(exponent, t.dtype) * _round(t * power_of_two(-exponent, t.dtype), bits16)
+    return rounded.clamp(grid.low, grid.high)
+
+
+def affine_codes(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [R, B, G] of an affine grid, from 0 on, the step between them, NaN where a block is poisoned, and the value
+    of code 0: [R, B, 1]."""
+    low, high = blocks.aminmax(dim=2, keepdim=True)
+    width = high - low
+    levels = torch.full_like(width, grid.high - grid.low)  # a division by a number is not rounded once on every device
+    inverse = torch.where(width > _SMALLEST_RANGE, levels / width, 0.0)
+    poisoned = ~(width < float("inf"))
+    codes = _round((blocks - low) * inverse, bits16).clamp(0.0, grid.high - grid.low).masked_fill(poisoned, 0.0)
+    return codes, (width / levels).masked_fill(poisoned, float("nan")), low
+
+
+def bits_of_rows(rows: slice, width: int, size: int, seed: Tensor | None) -> Tensor | None:
+    """The random bits of so many rows in blocks."""
+    if seed is None:
+        return None
+    return to_blocks(random_bits16(rows.start, rows.stop - rows.start, width, seed), size)
+
+
+def quantize_dequantize(x: Tensor, grid: Grid, *, seed: Tensor | None = None, stream: int = 0) -> Tensor:
+    """The values of a :class:`qgnn.rounding.Grid` that the values of a matrix become.
+
+    Args:
+        x: Values.
+        grid: The grid; its docstring has the formula.
+        seed: Seed of the stochastic rounding, or ``None`` to round to nearest.
+        stream: Number of the seed's stream.
+
+    Shapes:
+        - **input:** ``[R, C]``, float
+        - **output:** ``[R, C]`` of the same type
+    """
+    num_rows, width = x.shape
+    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    size, seed = min(grid.block_size or width, width), stream_seed(seed, stream)
+    for rows in row_chunks(num_rows, width) if width else ():
+        blocks, bits16 = to_blocks(x[rows].to(compute_dtype(x)), size), bits_of_rows(rows, width, size, seed)
+        if grid.affine:
+            codes, step, low = affine_codes(blocks, grid, bits16)
+            values = codes * step + low
+        else:
+            values_in_units, shared, poisoned = elements(blocks, grid, bits16)
+            values = scale_by_power(values_in_units, shared - grid.fraction_bits).masked_fill_(poisoned, float("nan"))
+        out[rows] = from_blocks(values, width).to(x.dtype)
+    return out
+
+
+def quantize_shared(x: Tensor, grid: Grid, *, seed: Tensor | None = None, stream: int = 0) -> tuple[Tensor, Tensor]:
+    """The codes of :func:`quantize_dequantize` on a grid of integers of at most 8 bits, and the exponents of blocks::
+
+        x ~ codes * 2**(exponent - 127 - grid.fraction_bits)           exponent 255: NaN
+
+    Args:
+        x: Values.
+        grid: The grid.
+        seed: Seed of the stochastic rounding, or ``None`` to round to nearest.
+        stream: Number of the seed's stream.
+
+    Shapes:
+        - **input:** ``[R, C]``, float
+        - **output:** codes int8 ``[R, C]``; exponent uint8 ``[R, ceil(C / G)]``, ``[R, 1]`` of whole rows
+    """
+    num_rows, width = x.shape
+    num_blocks = -(-width // grid.block_size) if grid.block_size else 1
+    codes = torch.empty((num_rows, width), dtype=torch.int8, device=x.device)
+    exponent = torch.zeros((num_rows, num_blocks), dtype=torch.uint8, device=x.device)
+    size, seed = min(grid.block_size or width, width), stream_seed(seed, stream)
+    for rows in row_chunks(num_rows, width) if width else ():
+        blocks, bits16 = to_blocks(x[rows].to(compute_dtype(x)), size), bits_of_rows(rows, width, size, seed)
+        values_in_units, shared, poisoned = elements(blocks, grid, bits16)
+        codes[rows] = from_blocks(values_in_units, width).to(torch.int8)
+        exponent[rows] = (shared + _BIAS).masked_fill_(poisoned, _NAN_EXPONENT).squeeze(2).to(torch.uint8)
+    return codes, exponent
