@@ -1,5 +1,6 @@
 """The models that are trained: PyG's own, converted where a scheme quantizes."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -117,8 +118,20 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": first, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
-def dropped(x: Tensor | QTensor, recipe: Recipe, training: bool) -> Tensor | QTensor:
-    """The features behind the dropout of the input, where the recipe has one."""
+def train_features(x: Tensor | QTensor, recipe: Recipe) -> Callable[[], Tensor | QTensor]:
+    """What gives the features for a step: as they are, or behind a new dropout where the recipe has one.
+
+    A zero is zero with or without dropout, so that random numbers are drawn for other features alone: of bags of words
+    for few, which saves most of a step.
+    """
     if not recipe.input_dropout or isinstance(x, QTensor):
-        return x
-    return torch.nn.functional.dropout(x, recipe.dropout, training)
+        return lambda: x
+    index = x.flatten().nonzero().view(-1)
+    values = x.flatten()[index]
+
+    def draw() -> Tensor:
+        result = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        result.view(-1)[index] = torch.nn.functional.dropout(values, recipe.dropout)
+        return result
+
+    return draw

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qgnn import functional
 from qgnn.cli.measure import PeakMemory, SavedBytes, StepTimer
-from qgnn.cli.model import dropped, make_model, parameter_groups
+from qgnn.cli.model import make_model, parameter_groups, train_features
 from qgnn.cli.recipe import Recipe
 from qgnn.cli.scheme import Scheme
 from qgnn.cli.task import Features, Forward, Task
@@ -83,7 +83,7 @@ def train_run(
     model = make_model(model_name, in_channels, task.num_outputs, recipe, scheme, task.by_graph).to(device)
     optimizer = torch.optim.Adam(parameter_groups(model, recipe.weight_decay), lr=recipe.lr)
     inputs = [model_input(x, recipe, scheme) for x in task.features]
-    forward = forward_of(model, scheme, device)
+    draw, forward = train_features(inputs[0], recipe), forward_of(model, scheme, device)
     timer, compressed = StepTimer(device), scheme.compression.context(seed)
     schedule = scheme.make_schedule(model, compressed, recipe.epochs)
     best_val_acc, test_acc, loss = -1.0, 0.0, math.nan
@@ -92,7 +92,7 @@ def train_run(
         with timer.step():
             optimizer.zero_grad()
             with compressed:
-                step_loss = task.loss(forward, dropped(inputs[0], recipe, training=True))
+                step_loss = task.loss(forward, draw())
                 step_loss.backward()
             optimizer.step()
         if epoch % recipe.eval_every == 0 or epoch == recipe.epochs:
@@ -147,10 +147,10 @@ def inspect_step(
     same without that input.
     """
     model.train()
-    forward = forward_of(model, scheme, device)
+    draw, forward = train_features(x, recipe), forward_of(model, scheme, device)
     with trace(error=False) as record, scheme.compression.context() as report:
         model.zero_grad()
-        task.loss(forward, dropped(x, recipe, training=True)).backward()
+        task.loss(forward, draw()).backward()
     ops = {name: {column: op[column] for column in ("calls", "format", "backend")} for name, op in record.ops.items()}
     layer: Any
     for layer in model.modules():  # its last step: codes of int8 again
@@ -158,7 +158,7 @@ def inspect_step(
             layer.config = replace(config, save="int8")
     saved = SavedBytes([x.storage, x.scales] if isinstance(x, QTensor) else [x])
     with saved.count():
-        task.loss(forward, dropped(x, recipe, training=True))
+        task.loss(forward, draw())
     original_mib, features_mib = saved.mib, saved.inputs_mib
     saved_mib = original_mib if report is None else features_mib + report.saved_bytes / MIB
     return saved_mib, original_mib, features_mib, ops

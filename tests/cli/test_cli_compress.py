@@ -12,7 +12,7 @@ from torch_geometric.data import Data
 from qgnn.cli import report
 from qgnn.cli.args import MODELS, build_parser
 from qgnn.cli.compression import NO_COMPRESSION, Compression, parse_compression
-from qgnn.cli.model import dropped, make_model
+from qgnn.cli.model import make_model, train_features
 from qgnn.cli.recipe import Recipe
 from qgnn.cli.run import forward_of, inspect_step, model_input, train_run
 from qgnn.cli.scheme import Scheme
@@ -90,7 +90,7 @@ def test_both_counts_are_of_the_same_tensors(tiny: Data, model_name: str, name: 
     x, forward = model_input(tiny.x, recipe, scheme), forward_of(model, scheme, CPU)
     task.loss(forward, x)  # prepares the graph
     with scheme.compression.context() as counted:
-        task.loss(forward, dropped(x, recipe, training=True))
+        task.loss(forward, train_features(x, recipe)())
     saved_mib, original_mib, features_mib, _ = inspect_step(model, x, task, recipe, scheme, CPU)
     assert counted is not None
     if scheme.config is None:  # layers in int8 pack what they keep themselves, which the report cannot see

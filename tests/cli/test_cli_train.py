@@ -19,7 +19,7 @@ from qgnn import summary
 from qgnn.cli import provenance, report
 from qgnn.cli import train as train_module
 from qgnn.cli.args import MODELS, build_parser
-from qgnn.cli.model import dropped, make_model
+from qgnn.cli.model import make_model, train_features
 from qgnn.cli.recipe import PLANETOID, WORDNET, Recipe, recipe_for
 from qgnn.cli.run import train_run
 from qgnn.cli.scheme import Scheme, parse_scheme
@@ -178,11 +178,15 @@ def test_every_model_trains_in_int8(tiny: Data, model: str) -> None:
 
 
 def test_the_features_drop_where_the_recipe_says_so() -> None:
-    x = torch.ones(100, 20)
-    assert dropped(x, Recipe(), training=True) is x
-    share = (dropped(x, Recipe(input_dropout=True), training=True) == 0).float().mean()
-    assert 0.4 < share < 0.6  # 2,000 draws at 0.5: nine deviations
-    assert torch.equal(dropped(x, Recipe(input_dropout=True), training=False), x)
+    x = torch.cat([torch.ones(100, 20), torch.zeros(100, 20)], dim=1)
+    assert train_features(x, Recipe())() is x
+    draw = train_features(x, Recipe(input_dropout=True, dropout=0.25))
+    first, second = draw(), draw()
+    assert not torch.equal(first, second), "drawn anew"
+    assert first[:, 20:].count_nonzero() == 0
+    assert set(first[:, :20].unique().tolist()) == {0.0, float(torch.tensor(1.0) / 0.75)}
+    assert 0.2 < (first[:, :20] == 0).float().mean() < 0.3  # 2,000 draws at 0.25: five deviations
+    assert torch.equal(x[:, :20], torch.ones(100, 20)), "the features stay what they are"
 
 
 @pytest.mark.parametrize("name", ["fp32", "int8"])
