@@ -50,7 +50,6 @@ def test_equal_runs_have_equal_results(loss_of: Any) -> None:
     assert loss_of("int4") == loss_of("int4") != loss_of("fp32")
 
 
-@pytest.mark.xfail(strict=True, reason="layers do not read the components of a QConfig yet")
 def test_components_and_formats_differ_in_what_they_train(loss_of: Any) -> None:
     """Equal losses to the last bit mean that something was not quantized as it was named."""
     parts = [(fmt, component) for fmt in ("int4", "msfp12") for component in ("all", "weights", "messages")]
