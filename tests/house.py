@@ -53,11 +53,11 @@ OUTSIDE: dict[str, frozenset[str]] = {
     "convert": frozenset({"torch_geometric", "rich"}),
     "data": frozenset({"torch_geometric", "numpy", "ogb"}),
     "distributed": frozenset({"torch_geometric"}),
-    "cli": frozenset({"torch_geometric", "numpy", "ogb", "rich", "matplotlib", "triton"}),
+    "cli": frozenset({"torch_geometric", "numpy", "ogb", "rich", "matplotlib", "triton", "pyarrow", "tomli"}),
 }
 
 # Heavy or optional: imported where they are used, never when a module is loaded. The kernels themselves need Triton.
-LATE = frozenset({"triton", "matplotlib", "ogb", "torch_sparse"})
+LATE = frozenset({"triton", "matplotlib", "ogb", "pyarrow", "torch_sparse"})
 
 MAX_LINES = 400
 

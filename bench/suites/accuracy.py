@@ -17,7 +17,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE
 
 import qgnn
-from qgnn.cli.run import normalize_rows
+from qgnn.cli.task import normalize_rows
 from qgnn.data import DatasetError
 
 from ..clock import make_clock

@@ -1,4 +1,4 @@
-"""The command line: ``qgnn train`` and ``qgnn info``, also as ``python -m qgnn.cli``."""
+"""The command line: ``qgnn train``, ``qgnn sweep`` and ``qgnn info``, also as ``python -m qgnn.cli``."""
 
 from qgnn.cli.app import main
 

@@ -17,7 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name. (default: those of the process)
 
     Returns:
-        0 on success, 2 if the user has to change something (one line on standard error says what), 130 after Ctrl-C.
+        0 on success, 1 if a run of a sweep failed, 2 if the user has to change something (one line on standard error
+        says what), 130 after Ctrl-C.
     """
     command = ""
     try:
@@ -28,6 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from qgnn.cli.train import train
 
             train(options)
+        elif options.command == "sweep":
+            from qgnn.cli.sweep.command import sweep
+
+            return sweep(options)
         else:
             from qgnn.cli.info import info
 

@@ -1,11 +1,12 @@
 """The arguments of the command line, checked before anything slow is imported or run."""
 
 import argparse
+import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from qgnn.cli.compression import Compression, parse_compression
-from qgnn.cli.precision import Precision, parse_precision
+from qgnn.cli.scheme import Scheme, parse_scheme
 
 MODELS = ("gcn", "sage", "gat", "gin", "gcn2")
 
@@ -49,18 +50,18 @@ def number_in(low: float, high: float, *, low_open: bool = False, high_open: boo
 
 
 def list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """An argument type: comma-separated items, each parsed by ``parse``, without repetition."""
+    """An argument type: items between commas that are not in brackets, each parsed by ``parse``, without repetition."""
 
     def parse_list(text: str) -> list[Any]:
-        return list(dict.fromkeys(parse(item.strip()) for item in text.split(",")))
+        return list(dict.fromkeys(parse(item.strip()) for item in re.split(r",(?![^\[]*\])", text)))
 
     return parse_list
 
 
-def precision(text: str) -> Precision:
-    """:func:`parse_precision` as an argument type."""
+def scheme(text: str) -> Scheme:
+    """:func:`parse_scheme` as an argument type."""
     try:
-        return parse_precision(text)
+        return parse_scheme(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -74,11 +75,12 @@ def compression(text: str) -> Compression:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of both commands."""
+    """The parser of all commands."""
     parser = Parser(prog="qgnn", description="Train PyTorch Geometric models in int8, and see what that brings.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,info}", parser_class=Parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,sweep,info}", parser_class=Parser)
     _add_train(commands)
+    _add_sweep(commands)
     _add_info(commands)
     return parser
 
@@ -118,11 +120,13 @@ def _add_train(commands: Any) -> None:
     what.add_argument("--model", default="gcn", choices=MODELS, help="model (default: %(default)s)")
     what.add_argument(
         "--precision",
-        type=list_of(precision),
+        type=list_of(scheme),
         default="fp32,int8",
         metavar="LIST",
-        help="of fp32 (PyG's own layers), bf16 (the same under autocast), int2 to int8 (the same model converted, "
-        "all layers but the last); default: %(default)s",
+        help="of fp32 (PyG's own layers), bf16 (the same under autocast), and number formats such as int8, int4, "
+        "fixed8, msfp12, mxfp4 or fp8-e4m3 (the same model converted, all layers but the last); append :weights or "
+        "another component to quantize it alone, :sdq[2,4,8], :adq[2,8] or :plateau[2,8] for widths that grow with the "
+        "epochs or where the loss stands still; default: %(default)s",
     )
     what.add_argument(
         "--compress",
@@ -148,3 +152,29 @@ def _add_train(commands: Any) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", help="write every run to FILE")
     output.add_argument("--plot", metavar="FILE", help="draw the table to FILE (.png, .svg, .pdf)")
+
+
+def _add_sweep(commands: Any) -> None:
+    parser = commands.add_parser(
+        "sweep",
+        help="train many combinations of data sets, models, formats, components, schedules and seeds",
+        description="Run every combination that a TOML file names, over processes, and compare the accuracy with that "
+        "of fp32. Each run is recorded when it ends: after Ctrl-C, a kill or a change of the file, the same command "
+        "runs what is missing.",
+    )
+    parser.add_argument("spec", metavar="SPEC", help="the file; examples/formats.toml shows how it is written")
+    parser.add_argument("--results", metavar="DIR", help="folder of the journal and the table (default: sweeps/NAME)")
+    parser.add_argument(
+        "--table", metavar="FILE", help="the table, .csv or .parquet (default: results.csv in the folder of results)"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw the accuracy drop to FILE (.png, .svg, .pdf)")
+    parser.add_argument("--root", metavar="DIR", help="folder of the data sets, in place of the file's")
+    parser.add_argument(
+        "--processes",
+        type=at_least(1),
+        metavar="N",
+        help="runs at a time, in place of the file's number (default: one a core, one on a GPU)",
+    )
+    parser.add_argument("--limit", type=at_least(0), metavar="N", help="end after N runs")
+    parser.add_argument("--retry-failed", action="store_true", help="run again what failed")
+    parser.add_argument("--dry-run", action="store_true", help="count the runs of each grid, and end")

@@ -1,9 +1,12 @@
 """The compressions of what is kept for the backward pass, and what they mean for a step."""
 
+from __future__ import annotations
+
 import contextlib
 from typing import NamedTuple
 
 from qgnn.compress import Report, compress_activations
+from qgnn.compress.budget import with_bits
 from qgnn.formats import Blocks
 
 
@@ -12,6 +15,14 @@ class Compression(NamedTuple):
 
     name: str = "none"
     blocks: Blocks | None = None
+
+    def with_bits(self, bits: int) -> Compression:
+        """The same with codes of another width, as a schedule sets it.
+
+        Raises:
+            ValueError: If there is no such width.
+        """
+        return self if self.blocks is None else self._replace(blocks=with_bits(self.blocks, bits))
 
     def context(self, seed: int = 0) -> contextlib.AbstractContextManager[Report | None]:
         """What a training step runs in, again and again; masks of dropout are the same with any compression."""

@@ -1,20 +1,21 @@
-"""The models that are trained: PyG's own, converted for an integer precision."""
+"""The models that are trained: PyG's own, converted where a scheme quantizes."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import GAT, GCN, GIN, GCN2Conv, GraphSAGE
+from torch_geometric.nn import GAT, GCN, GIN, GCN2Conv, GraphSAGE, global_mean_pool
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
-from qgnn.cli.compression import NO_COMPRESSION, Compression
-from qgnn.cli.precision import Precision
 from qgnn.cli.recipe import Recipe
-from qgnn.config import QConfig
+from qgnn.cli.scheme import Scheme
 from qgnn.convert import quantize_
 from qgnn.qtensor import QTensor
 
 GAT_HEADS = 4
+GRAPH_MODELS = ("gcn", "sage", "gat", "gin")
 
 # Sums of many neighbors grow from layer to layer, which GIN leaves to a normalization.
 _BASIC: dict[str, tuple[type[BasicGNN], dict[str, Any]]] = {
@@ -50,42 +51,64 @@ class GCN2(nn.Module):
         return logits
 
 
+class GraphClassifier(nn.Module):
+    """Convolutions with batch norms, the mean of the rows of each graph, and a dense layer."""
+
+    def __init__(self, convolutions: BasicGNN, out_channels: int, dropout: float) -> None:
+        super().__init__()
+        self.convolutions = convolutions
+        self.dropout = nn.Dropout(dropout)
+        self.last = nn.Linear(convolutions.out_channels, out_channels)
+
+    def forward(self, x: Tensor | QTensor, edge_index: Tensor, batch: Tensor, batch_size: int) -> Tensor:
+        """The logits of every graph."""
+        rows = self.convolutions(x, edge_index)
+        logits: Tensor = self.last(self.dropout(global_mean_pool(rows, batch, batch_size)))
+        return logits
+
+
 def make_model(
-    name: str,
-    in_channels: int,
-    out_channels: int,
-    recipe: Recipe,
-    precision: Precision,
-    compression: Compression = NO_COMPRESSION,
+    name: str, in_channels: int, out_channels: int, recipe: Recipe, scheme: Scheme, by_graph: bool = False
 ) -> nn.Module:
     """A model with random weights, which follow from torch's seed alone.
 
     Args:
-        name: One of ``MODELS`` of the command line.
+        name: One of ``MODELS`` of the command line; for graphs one of ``GRAPH_MODELS``.
         in_channels: Number of features.
         out_channels: Number of classes.
         recipe: Sizes and dropout.
-        precision: ``fp32`` and ``bf16`` take PyG's model as it is; an integer precision converts it, all layers but the
-            last, whose outputs are the logits.
-        compression: What converted layers keep for the backward pass in place of int8 codes.
+        scheme: Its ``config`` converts PyG's model, all layers but the last, whose outputs are the logits. What
+            converted layers keep for the backward pass follows its compression if they compute in integers; with other
+            formats they keep the codes that they computed with.
+        by_graph: Whether the model classifies graphs: then ``recipe.layers`` convolutions precede the last layer.
     """
-    sizes = (in_channels, recipe.hidden, recipe.layers, out_channels)
+    sizes = (in_channels, recipe.hidden, recipe.layers)
     if name == "gcn2":
-        model: nn.Module = GCN2(*sizes, dropout=recipe.dropout)
+        model: nn.Module = GCN2(*sizes, out_channels, dropout=recipe.dropout)
     else:
         cls, options = _BASIC[name]
-        model = cls(*sizes, dropout=recipe.dropout, **options)
-    if precision.bits is None:
+        if by_graph:
+            # Each split has edges of its own, so none may be remembered.
+            options = {name: value for name, value in options.items() if name != "cached"} | {"norm": "batch_norm"}
+            convolutions = cls(*sizes, dropout=recipe.dropout, **options)
+            model = GraphClassifier(convolutions, out_channels, recipe.dropout)
+        else:
+            model = cls(*sizes, out_channels, dropout=recipe.dropout, **options)
+    config, blocks = scheme.config, scheme.compression.blocks
+    if config is None:
         return model
-    return quantize_(model, QConfig(bits=precision.bits, save=compression.blocks or "int8"))
+    if blocks is not None and config.is_integer:
+        config = replace(config, save=blocks)
+    return quantize_(model, config)
 
 
 def first_layer(model: nn.Module) -> nn.Module:
     """The layer that reads the features."""
     if isinstance(model, GCN2):
         return model.first
-    assert isinstance(model.convs, nn.ModuleList)
-    return model.convs[0]
+    convolutions = model.convolutions if isinstance(model, GraphClassifier) else model
+    assert isinstance(convolutions.convs, nn.ModuleList)
+    return convolutions.convs[0]
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -95,8 +118,20 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": first, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
-def dropped(x: Tensor | QTensor, recipe: Recipe, training: bool) -> Tensor | QTensor:
-    """The features behind the dropout of the input, where the recipe has one."""
+def train_features(x: Tensor | QTensor, recipe: Recipe) -> Callable[[], Tensor | QTensor]:
+    """What gives the features for a step: as they are, or behind a new dropout where the recipe has one.
+
+    A zero is zero with or without dropout, so that random numbers are drawn for other features alone: of bags of words
+    for few, which saves most of a step.
+    """
     if not recipe.input_dropout or isinstance(x, QTensor):
-        return x
-    return torch.nn.functional.dropout(x, recipe.dropout, training)
+        return lambda: x
+    index = x.flatten().nonzero().view(-1)
+    values = x.flatten()[index]
+
+    def draw() -> Tensor:
+        result = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        result.view(-1)[index] = torch.nn.functional.dropout(values, recipe.dropout)
+        return result
+
+    return draw

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from torch_geometric.data import Data
 
 from qgnn.cli.recipe import Recipe
 from qgnn.cli.run import Run
+from qgnn.cli.task import Task
 
 
 def by_precision(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -76,11 +76,11 @@ def cells(runs: list[dict[str, Any]], sign: str = "±") -> list[tuple[str, ...]]
     ]
 
 
-def caption(dataset: str, model: str, data: Data, recipe: Recipe, device: torch.device) -> str:
+def caption(dataset: str, model: str, task: Task, recipe: Recipe, device: torch.device) -> str:
     """What was trained, where, and for how long."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, threads: {torch.get_num_threads()}"
     return (
-        f"{dataset}: {data.num_nodes:,} nodes, {data.num_edges:,} directed edges, {data.x.shape[1]} features; "
+        f"{dataset}: {task.description}; "
         f"{model.upper()}, {recipe.layers} layers, {recipe.hidden} hidden, {recipe.epochs} epochs; {where}"
     )
 

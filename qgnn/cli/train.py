@@ -14,15 +14,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch_geometric.data import Data
 
 from qgnn.cli import report
-from qgnn.cli.compression import Compression
 from qgnn.cli.errors import UsageError
-from qgnn.cli.model import GAT_HEADS
+from qgnn.cli.model import GAT_HEADS, GRAPH_MODELS
 from qgnn.cli.plot import check_plot, write_plot
-from qgnn.cli.precision import Precision
 from qgnn.cli.provenance import make_stamp, now
 from qgnn.cli.recipe import Recipe, recipe_for
-from qgnn.cli.run import Run, normalize_rows, train_run
-from qgnn.data import DatasetError, load
+from qgnn.cli.run import Run, train_run
+from qgnn.cli.scheme import Scheme, parse_schedule
+from qgnn.cli.task import Task, make_task
+from qgnn.data import DatasetError, GraphSet, load, load_graphs
+from qgnn.data.datasets import GRAPH_ENTRIES, key
 
 
 def train(options: argparse.Namespace) -> None:
@@ -45,15 +46,15 @@ def train(options: argparse.Namespace) -> None:
             f"--model gat expects a multiple of {GAT_HEADS}, its number of heads (got --hidden {options.hidden}); "
             f"give --hidden {options.hidden + -options.hidden % GAT_HEADS}"
         )
+    schemes = combine(options)
     data = load_data(options)
     recipe = recipe_for(options, data)
-    check_layers(options, recipe)
+    check_layers(options, recipe, isinstance(data, GraphSet))
 
     stamp, utc = make_stamp(device), now()
     try:
-        if recipe.normalize:
-            data = normalize_rows(data)
-        runs = train_all(data, options, recipe, device)
+        task = make_task(data, device, recipe.normalize)
+        runs = train_all(task, schemes, options, recipe, device)
     except (RuntimeError, MemoryError) as error:
         # On a CPU torch has no error type of its own for this.
         if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in str(error):
@@ -76,37 +77,56 @@ def train(options: argparse.Namespace) -> None:
         "recipe": asdict(recipe),
         "runs": runs,
     }
-    Console().print(report.table(runs, report.caption(options.dataset, options.model, data, recipe, device)))
+    Console().print(report.table(runs, report.caption(options.dataset, options.model, task, recipe, device)))
     if options.json is not None:
         write_json(Path(options.json), result)
     if options.plot is not None:
         write_plot(Path(options.plot), result)
 
 
-def check_layers(options: argparse.Namespace, recipe: Recipe) -> None:
-    """Raise if the model would be without a convolution, or an integer precision without a layer of its own."""
+def combine(options: argparse.Namespace) -> list[Scheme]:
+    """Each precision with each compression."""
+    schemes = []
+    for scheme in options.precision:
+        for compression in options.compress:
+            try:
+                schemes.append(scheme.with_compression(compression))
+            except ValueError as error:
+                raise UsageError(f"--precision {scheme.name}, --compress {compression.name}: {error}") from error
+    return schemes
+
+
+def check_layers(options: argparse.Namespace, recipe: Recipe, by_graph: bool) -> None:
+    """Raise if the model would be without a convolution, or a number format without a layer of its own."""
+    if by_graph and options.model not in GRAPH_MODELS:
+        raise UsageError(
+            f"--model {options.model} expects a data set with classes of nodes (got {options.dataset}, with classes of "
+            f"graphs); give --model {', '.join(GRAPH_MODELS[:-1])} or {GRAPH_MODELS[-1]}"
+        )
     if options.model == "gcn2" and recipe.layers < 3:
         raise UsageError(
             f"--model gcn2 expects at least 3 layers (got {recipe.layers}), since the first and the last are dense; "
             "give --layers 3 or more"
         )
-    for precision in options.precision:
-        if precision.bits is not None and recipe.layers < 2:
+    for scheme in options.precision:
+        if scheme.config is not None and recipe.layers < 2 and not by_graph:
             raise UsageError(
-                f"--precision {precision.name} expects at least 2 layers (got --layers {recipe.layers}), since the "
+                f"--precision {scheme.name} expects at least 2 layers (got --layers {recipe.layers}), since the "
                 "last layer stays in full precision; give --layers 2 or leave it out"
+            )
+        kind, widths = ("", ()) if scheme.schedule is None else parse_schedule(scheme.schedule)
+        if kind == "sdq" and len(widths) > recipe.epochs:
+            raise UsageError(
+                f"--precision {scheme.name} expects at least {len(widths)} epochs, one a width (got {recipe.epochs}); "
+                f"give --epochs {len(widths)} or more"
             )
 
 
-def train_all(data: Data, options: argparse.Namespace, recipe: Recipe, device: torch.device) -> list[dict[str, Any]]:
-    """Train every precision with every seed, the precisions in turn, so that a busy moment does not hit only one."""
-    order = [
-        (precision, compress, seed)
-        for seed in range(options.seed, options.seed + options.seeds)
-        for precision in options.precision
-        for compress in options.compress
-    ]
-    data = data.to(device, "x", "edge_index", "y", "train_mask", "val_mask", "test_mask")
+def train_all(
+    task: Task, schemes: list[Scheme], options: argparse.Namespace, recipe: Recipe, device: torch.device
+) -> list[dict[str, Any]]:
+    """Train every scheme with every seed, the schemes in turn, so that a busy moment does not hit only one."""
+    order = [(scheme, seed) for seed in range(options.seed, options.seed + options.seeds) for scheme in schemes]
     console = Console(stderr=True)
     runs = []
     columns = (
@@ -117,27 +137,24 @@ def train_all(data: Data, options: argparse.Namespace, recipe: Recipe, device: t
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(order) * recipe.epochs)
-        for precision, compress, seed in order:
-            names = {"precision": precision.name, "compress": compress.name}
+        bar = progress.add_task("", total=len(order) * recipe.epochs)
+        for scheme, seed in order:
+            names = {"precision": scheme.name, "compress": scheme.compression.name}
             name = report.row_name(names)
-            progress.update(task, description=f"{name}, seed {seed}")
-            run = run_one(
-                data, recipe, precision, compress, seed, device, options.model, lambda: progress.advance(task)
-            )
+            progress.update(bar, description=f"{name}, seed {seed}")
+            run = run_one(task, recipe, scheme, seed, device, options.model, lambda: progress.advance(bar))
             if not console.is_terminal:
                 print(report.run_line(name, seed, run), file=sys.stderr, flush=True)
             runs.append({**names, "seed": seed, **run._asdict()})
     # In the order of the command line: precision by precision, in it compression by compression.
-    rows = list(dict.fromkeys((precision.name, compress.name) for precision, compress, _ in order))
+    rows = [(scheme.name, scheme.compression.name) for scheme in schemes]
     return sorted(runs, key=lambda run: rows.index((run["precision"], run["compress"])))
 
 
 def run_one(
-    data: Data,
+    task: Task,
     recipe: Recipe,
-    precision: Precision,
-    compress: Compression,
+    scheme: Scheme,
     seed: int,
     device: torch.device,
     model: str,
@@ -145,9 +162,9 @@ def run_one(
 ) -> Run:
     """One run, with a format that a layer refuses turned into a usage error."""
     try:
-        return train_run(data, recipe, precision, seed, device, model, on_epoch, compress)
+        return train_run(task, recipe, scheme, seed, device, model, on_epoch)
     except ValueError as error:
-        raise UsageError(f"--precision {precision.name} on {device.type}: {error}") from error
+        raise UsageError(f"--precision {scheme.name} on {device.type}: {error}") from error
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -162,9 +179,11 @@ def pick_device(name: str | None) -> torch.device:
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def load_data(options: argparse.Namespace) -> Data:
+def load_data(options: argparse.Namespace) -> Data | GraphSet:
     """The data set, checked to be one that these models can be trained on."""
     try:
+        if key(options.dataset) in GRAPH_ENTRIES:
+            return load_graphs(options.dataset, options.root)
         data = load(options.dataset, options.root)
     except (ValueError, DatasetError) as error:
         raise UsageError(f"--dataset {options.dataset}: {error}") from error

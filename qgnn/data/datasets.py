@@ -57,12 +57,27 @@ ENTRIES: dict[str, Entry] = {
     "amazon-products": Entry("AmazonProducts"),
 }
 
+# Sets of many graphs with a label each, which `load_graphs` reads.
+GRAPH_ENTRIES: dict[str, Entry] = _named(
+    "TUDataset", str, "MUTAG", "PROTEINS", "ENZYMES", "Mutagenicity", "NCI1", "IMDB-BINARY"
+)
+
 OGB_NAMES = ("ogbn-arxiv", "ogbn-products", "ogbn-papers100m")
 
 
-def dataset_names() -> list[str]:
-    """The names that :func:`load` knows, the embedded graph first."""
-    return ["wordnet", *ENTRIES, *OGB_NAMES]
+def dataset_names(kind: str = "node") -> list[str]:
+    """The names of data sets.
+
+    Args:
+        kind: ``"node"`` for those of :func:`load`, the embedded graph first, whose nodes have labels; ``"graph"`` for
+            those of :func:`load_graphs`, whose graphs have.
+
+    Raises:
+        ValueError: If it is another kind.
+    """
+    if kind not in ("node", "graph"):
+        raise ValueError(f"'dataset_names' expects 'kind' to be 'node' or 'graph' (got {kind!r})")
+    return list(GRAPH_ENTRIES) if kind == "graph" else ["wordnet", *ENTRIES, *OGB_NAMES]
 
 
 def default_root() -> Path:
@@ -111,15 +126,21 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Data:
         return with_single_split(load_ogb(wanted, folder))
     if wanted not in ENTRIES:
         raise ValueError(unknown_name_message(name))
-    return with_single_split(_load_pyg(wanted, ENTRIES[wanted], folder))
+    return with_single_split(load_entry(wanted, ENTRIES[wanted], folder)[0])
 
 
-def unknown_name_message(name: str) -> str:
+def unknown_name_message(name: str, function: str = "load") -> str:
     """One line: what came, what is close to it, and everything that would have been right."""
-    names = dataset_names()
-    close = difflib.get_close_matches(key(name), names, n=1)
+    other = "load_graphs" if function == "load" else "load"
+    own, others = (dataset_names("node" if reader == "load" else "graph") for reader in (function, other))
+    if key(name) in others:
+        return f"{function!r} does not read the data set {name!r}; call {other!r}, which does"
+    close = difflib.get_close_matches(key(name), own + others, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ";"
-    return f"'load' does not know the data set {name!r}{hint} expected one of {', '.join(names)}"
+    return (
+        f"{function!r} does not know the data set {name!r}{hint} expected one of {', '.join(own)}; {other!r} reads "
+        f"{', '.join(others)}"
+    )
 
 
 def find_root(root: Path, entry: Entry) -> Path:
@@ -136,7 +157,8 @@ def find_root(root: Path, entry: Entry) -> Path:
     return nested
 
 
-def _load_pyg(name: str, entry: Entry, root: Path) -> Data:
+def load_entry(name: str, entry: Entry, root: Path) -> Any:
+    """The data set of PyG that ``entry`` names."""
     from torch_geometric import datasets
 
     cls = getattr(datasets, entry.cls, None)
@@ -147,7 +169,4 @@ def _load_pyg(name: str, entry: Entry, root: Path) -> Data:
     if entry.name is not None:
         arguments["name"] = entry.name
     raw_dir = class_root / (entry.folder or "") / "raw"
-    return read_guarded(name, cls, arguments, raw_dir, root)[0]
-
-
-__all__ = ["ENTRIES", "OGB_NAMES", "DatasetError", "dataset_names", "default_root", "find_root", "load"]
+    return read_guarded(name, cls, arguments, raw_dir, root)

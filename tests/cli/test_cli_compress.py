@@ -12,10 +12,11 @@ from torch_geometric.data import Data
 from qgnn.cli import report
 from qgnn.cli.args import MODELS, build_parser
 from qgnn.cli.compression import NO_COMPRESSION, Compression, parse_compression
-from qgnn.cli.model import dropped, make_model
-from qgnn.cli.precision import parse_precision
+from qgnn.cli.model import make_model, train_features
 from qgnn.cli.recipe import Recipe
-from qgnn.cli.run import inspect_step, loss, model_input, num_outputs, train_run
+from qgnn.cli.run import forward_of, inspect_step, model_input, train_run
+from qgnn.cli.scheme import Scheme
+from qgnn.cli.task import make_task
 from qgnn.formats import Blocks
 from qgnn.memory import MIB
 
@@ -83,16 +84,16 @@ CASES += [("gat", "fp32", False), ("gcn2", "fp32", False)]
 @pytest.mark.parametrize(("model_name", "name", "input_dropout"), CASES)
 def test_both_counts_are_of_the_same_tensors(tiny: Data, model_name: str, name: str, input_dropout: bool) -> None:
     """The meter's bytes without compression, less the features, are those that a compression's report finds."""
-    precision, compression = parse_precision(name), parse_compression("int2")
+    scheme, task = Scheme.from_parts(name, compress="int2"), make_task(tiny, CPU)
     recipe = Recipe(hidden=16, layers=3, input_dropout=input_dropout)
-    model = make_model(model_name, tiny.num_features, num_outputs(tiny.y), recipe, precision, compression)
-    x = model_input(tiny.x, recipe, precision)
-    loss(model, x, tiny, precision)  # prepares the graph
-    with compression.context() as counted:
-        loss(model, dropped(x, recipe, training=True), tiny, precision)
-    saved_mib, original_mib, features_mib, _ = inspect_step(model, x, tiny, recipe, precision, compression)
+    model = make_model(model_name, tiny.num_features, task.num_outputs, recipe, scheme)
+    x, forward = model_input(tiny.x, recipe, scheme), forward_of(model, scheme, CPU)
+    task.loss(forward, x)  # prepares the graph
+    with scheme.compression.context() as counted:
+        task.loss(forward, train_features(x, recipe)())
+    saved_mib, original_mib, features_mib, _ = inspect_step(model, x, task, recipe, scheme, CPU)
     assert counted is not None
-    if precision.bits is None:  # layers in int8 pack what they keep themselves, which the report cannot see
+    if scheme.config is None:  # layers in int8 pack what they keep themselves, which the report cannot see
         assert counted.original_bytes == round((original_mib - features_mib) * MIB)
     assert counted.saved_bytes == round((saved_mib - features_mib) * MIB) < counted.original_bytes / 2
     features = {"fp32": tiny.x.nbytes, "int8": tiny.x.numel() + 4 * tiny.num_nodes}[name]
@@ -108,9 +109,9 @@ def test_training_steps_are_compressed(tiny: Data, monkeypatch: pytest.MonkeyPat
         return models[-1]
 
     monkeypatch.setattr("qgnn.cli.run.make_model", spy)
-    recipe, fp32 = Recipe(hidden=16, dropout=0.0, epochs=3), parse_precision("fp32")
+    recipe, task = Recipe(hidden=16, dropout=0.0, epochs=3), make_task(tiny, CPU)
     for name in ("none", "int2-rp8", "int2-rp8"):
-        train_run(tiny, recipe, fp32, 1, CPU, compression=parse_compression(name))
+        train_run(task, recipe, Scheme.from_parts(compress=name), 1, CPU)
     plain, compressed, again = (torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models)
     assert torch.equal(compressed, again)
     assert not torch.equal(compressed, plain)
@@ -119,15 +120,16 @@ def test_training_steps_are_compressed(tiny: Data, monkeypatch: pytest.MonkeyPat
 def test_layers_in_int8_pack_their_rows(tiny: Data) -> None:
     """Beside what the hooks alone do: rows of the middle layer in 2 bits and half a bit of metadata in place of 8 bits
     and 4 bytes of scale a row. What the first layer reads are constants."""
-    recipe, int8 = Recipe(hidden=64, layers=3, dropout=0.0), parse_precision("int8")
-    compression = parse_compression("int2-g64")
-    x = model_input(tiny.x, recipe, int8)
+    recipe, task = Recipe(hidden=64, layers=3, dropout=0.0), make_task(tiny, CPU)
+    packed = Scheme.from_parts("int8", compress="int2-g64")
+    x = model_input(tiny.x, recipe, packed)
     saved_mib, original_mib = [], []
-    for packing in (NO_COMPRESSION, compression):
-        model = make_model("gcn", tiny.num_features, num_outputs(tiny.y), recipe, int8, packing)
-        assert [layer.config and layer.config.save for layer in model.convs] == [packing.blocks or "int8"] * 2 + [None]
-        loss(model, x, tiny, int8)  # prepares the graph
-        saved, original, _, _ = inspect_step(model, x, tiny, recipe, int8, compression)
+    for scheme in (packed.with_compression(NO_COMPRESSION), packed):
+        model = make_model("gcn", tiny.num_features, task.num_outputs, recipe, scheme)
+        save = scheme.compression.blocks or "int8"
+        assert [layer.config and layer.config.save for layer in model.convs] == [save] * 2 + [None]
+        task.loss(forward_of(model, scheme, CPU), x)  # prepares the graph
+        saved, original, _, _ = inspect_step(model, x, task, recipe, packed, CPU)
         saved_mib.append(saved)
         original_mib.append(original)
     assert original_mib[0] == original_mib[1]
@@ -139,16 +141,18 @@ def test_layers_in_int8_pack_their_rows(tiny: Data) -> None:
     ("model_name", "name"), [*((model, "fp32") for model in MODELS), ("gcn", "bf16"), ("sage", "int8")]
 )
 def test_every_model_trains_compressed(tiny: Data, model_name: str, name: str) -> None:
-    recipe, compression = Recipe(hidden=16, layers=3, epochs=2), parse_compression("int2-rp8-vm")
-    run = train_run(tiny, recipe, parse_precision(name), 0, CPU, model_name, compression=compression)
+    recipe, scheme = Recipe(hidden=16, layers=3, epochs=2), Scheme.from_parts(name, compress="int2-rp8-vm")
+    run = train_run(make_task(tiny, CPU), recipe, scheme, 0, CPU, model_name)
+    assert run.saved_mib is not None
+    assert run.original_mib is not None
     assert 0 < run.saved_mib < run.original_mib
     assert 0 <= run.test_acc <= 1
 
 
 def test_masks_of_dropout_are_the_same_with_any_compression(tiny: Data) -> None:
-    states, recipe, fp32 = [], Recipe(hidden=32, epochs=2), parse_precision("fp32")
+    states, recipe, task = [], Recipe(hidden=32, epochs=2), make_task(tiny, CPU)
     for name in ("none", "int8", "int2-rp8"):
-        train_run(tiny, recipe, fp32, 0, CPU, compression=parse_compression(name))
+        train_run(task, recipe, Scheme.from_parts(compress=name), 0, CPU)
         states.append(torch.get_rng_state())
     assert torch.equal(states[0], states[1])
     assert torch.equal(states[0], states[2])
@@ -159,5 +163,5 @@ def test_compressed_training_learns(tiny: Data) -> None:
     data = tiny.clone()
     data.train_mask, data.val_mask = ~data.test_mask, data.test_mask
     largest = float(torch.bincount(data.y[data.test_mask]).max() / data.test_mask.sum())
-    recipe, compression = Recipe(hidden=32, epochs=30), parse_compression("int2")
-    assert train_run(data, recipe, parse_precision("fp32"), 0, CPU, compression=compression).test_acc > largest + 0.1
+    recipe, scheme = Recipe(hidden=32, epochs=30), Scheme.from_parts(compress="int2")
+    assert train_run(make_task(data, CPU), recipe, scheme, 0, CPU).test_acc > largest + 0.1

@@ -38,10 +38,22 @@ def error_of(code: int, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--precision", "int9"], "expected int2 to int8, since codes are stored in a byte (got 'int9')"),
-        (["--precision", "int1"], "expected int2 to int8"),
-        (["--precision", "fp32,"], "expected fp32, bf16 or int2 to int8 (got '')"),
-        (["--precision", "fp64"], "expected fp32, bf16 or int2 to int8 (got 'fp64')"),
+        (["--precision", "int9"], "number format (got 'int9'): 'Int' expects 'bits' from 2 to 8 (got 9)"),
+        (["--precision", "fp32,"], "--precision: expected fp32, bf16 or a number format (got '')"),
+        (["--precision", "fp64"], "expected fp32, bf16 or a number format (got 'fp64'): 'parse' expects the name of a"),
+        (["--precision", "int8:weight"], "'QConfig' expects 'components' among ('features', 'weights', "),
+        (["--precision", "bf16:weights"], "expected a number format in front of the component 'weights' (got 'bf16"),
+        (["--precision", "int8:weights:features"], "expected FORMAT, FORMAT:COMPONENT, FORMAT:SCHEDULE or all three"),
+        (
+            ["--precision", "int8:adq[8,2]"],
+            "or adq[2,8] or plateau[2,8] from the smaller to the larger width (got 'adq",
+        ),
+        (["--precision", "mxfp4:sdq[4,8]"], "'mxfp4' has codes of 4 bits only (got 8)"),
+        (["--precision", "fp32:sdq[2,4]"], "put a format such as int8 in place of fp32, or compress what is kept"),
+        (
+            ["--precision", "fp32:sdq[2,3]", "--compress", "int2"],
+            "--compress int2: 'Blocks' expects 'bits' to be one of",
+        ),
         (["--compress", "topk"], "--compress: expected none, or a format such as int2, int2-rp8 or int2-rp8-vm (got"),
         (["--compress", "none,"], "or a format such as int2, int2-rp8 or int2-rp8-vm (got '')"),
         (["--compress", "int2-vm-rp8"], "--compress: 'Blocks' expects a name such as 'int2', 'int4-vm' or 'int2-rp8"),
@@ -78,7 +90,7 @@ def test_heads_divide_the_width_before_data_are_loaded(
 
 
 def test_a_missing_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "{train,info}" in error_of(main([]), capsys)
+    assert "{train,sweep,info}" in error_of(main([]), capsys)
 
 
 def test_an_unknown_data_set_lists_the_names(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,16 +19,18 @@ from qgnn import summary
 from qgnn.cli import provenance, report
 from qgnn.cli import train as train_module
 from qgnn.cli.args import MODELS, build_parser
-from qgnn.cli.model import dropped, make_model
-from qgnn.cli.precision import Precision, parse_precision
+from qgnn.cli.model import make_model, train_features
 from qgnn.cli.recipe import PLANETOID, WORDNET, Recipe, recipe_for
-from qgnn.cli.run import score, train_run
+from qgnn.cli.run import train_run
+from qgnn.cli.scheme import Scheme, parse_scheme
+from qgnn.cli.task import make_task, score
 from qgnn.nn import QGCNConv
 
 CPU = torch.device("cpu")
 PROVENANCE_KEYS = {"command", "utc", "machine", "commit", "dirty", "versions"}
 MIB_KEYS = {"saved_mib", "original_mib", "features_mib", "peak_mib"}
-RUN_KEYS = {"precision", "compress", "seed", "test_acc", "epoch_ms", "ops"} | MIB_KEYS
+SCHEDULE_KEYS = {"mean_bits", "widths"}
+RUN_KEYS = {"precision", "compress", "seed", "test_acc", "final_loss", "epoch_ms", "ops"} | SCHEDULE_KEYS | MIB_KEYS
 
 
 @pytest.fixture
@@ -90,7 +92,9 @@ def test_json_shows_int8_forward_and_backward(result: dict[str, Any]) -> None:
 def test_int8_keeps_fewer_bytes(tiny: Data) -> None:
     """The input, as features or as codes, exists between steps too and counts for neither."""
     recipe = Recipe(hidden=64, epochs=1)
-    saved = {name: train_run(tiny, recipe, parse_precision(name), 0, CPU).saved_mib for name in ("fp32", "int8")}
+    saved = {
+        name: train_run(make_task(tiny, CPU), recipe, parse_scheme(name), 0, CPU).saved_mib for name in ("fp32", "int8")
+    }
     # The hidden rows in fp32 as input of ReLU and of the last product, or of the last product alone; never the input.
     rows = 64 * 4 * tiny.num_nodes
     assert 2 * rows < saved["fp32"] * 2**20 < 2 * rows + 250_000
@@ -130,7 +134,7 @@ def test_table_summarizes_over_seeds() -> None:
 
 @pytest.mark.parametrize("name", ["fp32", "int8", "int2"])
 def test_equal_seeds_give_equal_runs(tiny: Data, name: str) -> None:
-    recipe, precision = Recipe(hidden=8, epochs=6), parse_precision(name)
+    recipe, scheme = Recipe(hidden=8, epochs=6), parse_scheme(name)
     models: list[torch.nn.Module] = []
 
     def spy(*arguments: Any) -> torch.nn.Module:
@@ -139,7 +143,7 @@ def test_equal_seeds_give_equal_runs(tiny: Data, name: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qgnn.cli.run.make_model", spy)
-        runs = [train_run(tiny, recipe, precision, seed, CPU) for seed in (1, 1, 2)]
+        runs = [train_run(make_task(tiny, CPU), recipe, scheme, seed, CPU) for seed in (1, 1, 2)]
     first, again, other = ([p.detach() for p in model.parameters()] for model in models)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
@@ -151,7 +155,7 @@ def test_all_precisions_start_from_the_same_weights() -> None:
         states = []
         for name in ("fp32", "int8"):
             torch.manual_seed(3)
-            states.append(make_model(model, 5, 2, Recipe(hidden=16, layers=3), parse_precision(name)).state_dict())
+            states.append(make_model(model, 5, 2, Recipe(hidden=16, layers=3), parse_scheme(name)).state_dict())
         fp32, int8 = states
         assert fp32.keys() == int8.keys()
         assert all(torch.equal(value, int8[key]) for key, value in fp32.items()), model
@@ -159,7 +163,7 @@ def test_all_precisions_start_from_the_same_weights() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_layer_of_the_logits_alone_stays_in_full_precision(name: str) -> None:
-    rows = summary(make_model(name, 16, 4, Recipe(hidden=16, layers=4), parse_precision("int8")))
+    rows = summary(make_model(name, 16, 4, Recipe(hidden=16, layers=4), parse_scheme("int8")))
     last = "last" if name == "gcn2" else "convs.3"
     layers = rows.kept + rows.converted
     assert rows.kept == [layer for layer in layers if layer.split(".nn")[0] == last] != []
@@ -168,17 +172,21 @@ def test_the_layer_of_the_logits_alone_stays_in_full_precision(name: str) -> Non
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_trains_in_int8(tiny: Data, model: str) -> None:
-    run = train_run(tiny, Recipe(hidden=16, layers=3, epochs=2), parse_precision("int8"), 0, CPU, model)
+    run = train_run(make_task(tiny, CPU), Recipe(hidden=16, layers=3, epochs=2), parse_scheme("int8"), 0, CPU, model)
     assert "int8" in run.ops["matmul.backward_dw"]["format"]
     assert 0 <= run.test_acc <= 1
 
 
 def test_the_features_drop_where_the_recipe_says_so() -> None:
-    x = torch.ones(100, 20)
-    assert dropped(x, Recipe(), training=True) is x
-    share = (dropped(x, Recipe(input_dropout=True), training=True) == 0).float().mean()
-    assert 0.4 < share < 0.6  # 2,000 draws at 0.5: nine deviations
-    assert torch.equal(dropped(x, Recipe(input_dropout=True), training=False), x)
+    x = torch.cat([torch.ones(100, 20), torch.zeros(100, 20)], dim=1)
+    assert train_features(x, Recipe())() is x
+    draw = train_features(x, Recipe(input_dropout=True, dropout=0.25))
+    first, second = draw(), draw()
+    assert not torch.equal(first, second), "drawn anew"
+    assert first[:, 20:].count_nonzero() == 0
+    assert set(first[:, :20].unique().tolist()) == {0.0, float(torch.tensor(1.0) / 0.75)}
+    assert 0.2 < (first[:, :20] == 0).float().mean() < 0.3  # 2,000 draws at 0.25: five deviations
+    assert torch.equal(x[:, :20], torch.ones(100, 20)), "the features stay what they are"
 
 
 @pytest.mark.parametrize("name", ["fp32", "int8"])
@@ -187,25 +195,28 @@ def test_training_learns(tiny: Data, name: str) -> None:
     data = tiny.clone()
     data.train_mask, data.val_mask = ~data.test_mask, data.test_mask
     largest = float(torch.bincount(data.y[data.test_mask]).max() / data.test_mask.sum())
-    assert train_run(data, Recipe(hidden=32, epochs=30), parse_precision(name), 0, CPU).test_acc > largest + 0.1
+    assert (
+        train_run(make_task(data, CPU), Recipe(hidden=32, epochs=30), parse_scheme(name), 0, CPU).test_acc
+        > largest + 0.1
+    )
 
 
 def test_test_accuracy_is_that_of_the_best_validation_epoch(tiny: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = iter([(0.3, 0.1), (0.5, 0.2), (0.5, 0.9), (0.4, 0.8)])
     monkeypatch.setattr("qgnn.cli.run.evaluate", lambda *_: next(scores))
-    assert train_run(tiny, Recipe(hidden=4, epochs=4), Precision("fp32"), 0, CPU).test_acc == 0.2
+    assert train_run(make_task(tiny, CPU), Recipe(hidden=4, epochs=4), Scheme("fp32"), 0, CPU).test_acc == 0.2
 
 
 def test_large_graphs_are_evaluated_seldom(tiny: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr("qgnn.cli.run.evaluate", lambda *_: (calls.append(1), (0.0, 0.0))[1])
-    train_run(tiny, Recipe(hidden=4, epochs=7, eval_every=3), Precision("fp32"), 0, CPU)
+    train_run(make_task(tiny, CPU), Recipe(hidden=4, epochs=7, eval_every=3), Scheme("fp32"), 0, CPU)
     assert len(calls) == 3, "epochs 3, 6 and the last"
 
 
 def test_precisions_choose_the_layers() -> None:
     recipe = Recipe(hidden=8, layers=3)
-    fp32, int4 = (make_model("gcn", 5, 2, recipe, parse_precision(name)) for name in ("fp32", "int4"))
+    fp32, int4 = (make_model("gcn", 5, 2, recipe, parse_scheme(name)) for name in ("fp32", "int4"))
     assert [type(conv) for conv in fp32.convs] == [GCNConv] * 3
     assert [type(conv) for conv in int4.convs] == [QGCNConv] * 3
     assert [conv.config and conv.config.bits for conv in int4.convs] == [4, 4, None]
@@ -229,18 +240,22 @@ def test_weight_decay_is_that_of_the_first_layer(tiny: Data, monkeypatch: pytest
     groups: list[Any] = []
     adam = torch.optim.Adam
     monkeypatch.setattr(torch.optim, "Adam", lambda params, lr: adam(groups.extend(params) or groups, lr=lr))
-    train_run(tiny, Recipe(hidden=4, epochs=1, weight_decay=0.25), Precision("fp32"), 0, CPU)
+    train_run(make_task(tiny, CPU), Recipe(hidden=4, epochs=1, weight_decay=0.25), Scheme("fp32"), 0, CPU)
     assert [group["weight_decay"] for group in groups] == [0.25, 0.0]
 
 
 def test_planetoid_features_are_normalized(qgnn_train: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr(
-        train_module, "train_all", lambda data, *_: seen.append(bool(((data.x.sum(1) - 1).abs() < 1e-4).all())) or []
-    )
+
+    def is_normalized(x: torch.Tensor) -> bool:
+        return bool(((x.sum(1) - 1).abs() < 1e-4).all())
+
+    monkeypatch.setattr(train_module, "train_all", lambda task, *_: seen.append(is_normalized(task.features[0])) or [])
     monkeypatch.setattr(report, "table", lambda *_: "")
     tiny_x = torch.rand(271, 64)
-    monkeypatch.setattr(train_module, "load", lambda *_: Data(x=tiny_x, edge_index=torch.zeros(2, 0).long()))
+    monkeypatch.setattr(
+        train_module, "load", lambda *_: Data(x=tiny_x, edge_index=torch.zeros(2, 0).long(), y=torch.zeros(271).long())
+    )
     qgnn_train("--dataset", "cora")
     qgnn_train("--dataset", "photo")
     assert seen == [True, False]
@@ -249,10 +264,10 @@ def test_planetoid_features_are_normalized(qgnn_train: Callable[..., int], monke
 def test_multi_label_sets_are_scored_by_micro_f1(tiny: Data) -> None:
     out = torch.tensor([[1.0, -1.0], [1.0, 1.0], [-1.0, -1.0]])
     y = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
-    assert score(out, y, torch.tensor([True, True, True])) == pytest.approx(2 * 2 / (3 + 3))
+    assert score(out, y) == pytest.approx(2 * 2 / (3 + 3))
     data = tiny.clone()
     data.y = torch.nn.functional.one_hot(tiny.y).float()
-    assert 0 <= train_run(data, Recipe(hidden=4, epochs=2), parse_precision("int8"), 0, CPU).test_acc <= 1
+    assert 0 <= train_run(make_task(data, CPU), Recipe(hidden=4, epochs=2), parse_scheme("int8"), 0, CPU).test_acc <= 1
 
 
 def test_plot_is_drawn(qgnn_train: Callable[..., int], tmp_path: Path) -> None:

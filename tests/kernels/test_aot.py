@@ -104,7 +104,10 @@ def test_aggregations_transpose_codes_in_hardware(records: list[Record]) -> None
         assert record["loop"]["ldmatrix"] > record["loop"].get("shared_load", 0), _where(record)
 
 
-_NARROW = "1433|column_major|H1/|F64/H8|D8|matmul_shared.*G16|_add_partials_kernel|bf16.*projection|_blocks_un(pack|project)_kernel"
+_NARROW = (
+    "1433|column_major|H1/|F64/H8|D8|matmul_shared.*G16|_add_partials_kernel|bf16.*projection|"
+    "_blocks_un(pack|project)_kernel"
+)
 
 
 def test_rows_are_read_in_vectors_of_16_bytes(records: list[Record]) -> None:

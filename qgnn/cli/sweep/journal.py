@@ -1,0 +1,141 @@
+"""The journal of a sweep: what has been run, one line of JSON each, appended and never edited.
+
+A line is written by one process with a single ``write`` to a file that it alone has locked, and is on the disk before
+the next run is recorded. So a kill can only tear the last line, which the next opening cuts away.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from qgnn.cli.errors import UsageError
+
+START, RUN = "start", "run"  # kinds of lines
+DONE, FAILED = "done", "failed"  # how a run ended
+
+
+class Journal:
+    """A journal, open and locked until it is closed.
+
+    The first line, and one more each time the sweep goes on, is of kind ``start``: under what the runs below it were
+    made. Every other line is a run's.
+
+    Args:
+        path: The file, made if it does not exist; its folder has to exist.
+
+    Raises:
+        UsageError: If another process has it open, it cannot be opened, or a line before the last is not one of ours.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise UsageError(f"the journal {str(path)!r} could not be opened ({error.strerror})") from error
+        try:
+            self._lock()
+            self.starts: list[dict[str, Any]] = []
+            self.runs: dict[str, dict[str, Any]] = {}  # by key, the last line of each
+            for line in self._read():
+                self._take(line)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UsageError(
+                f"another sweep is writing the journal {str(self.path)!r}; wait for it, or give another --results"
+            ) from error
+
+    def _read(self) -> list[dict[str, Any]]:
+        """All whole lines; what a kill left behind them is cut away."""
+        content = self.path.read_bytes()
+        texts = content.split(b"\n")
+        torn = texts.pop()  # empty behind a whole line
+        lines = [_parse(text) for text in texts]
+        keep = len(content) - len(torn)
+        if not torn and lines and lines[-1] is None:  # blocks that a power failure left without content
+            keep -= len(texts[-1]) + 1
+            del lines[-1]
+        whole = [line for line in lines if line is not None]
+        if len(whole) < len(lines) or (whole and whole[0]["kind"] != START):
+            number = 1 + (lines.index(None) if None in lines else 0)
+            raise UsageError(
+                f"line {number} of {str(self.path)!r} is none of a sweep's journal; restore the file, or give another "
+                "--results"
+            )
+        if keep < len(content):
+            os.ftruncate(self._file, keep)
+            os.fsync(self._file)
+        return whole
+
+    def _take(self, line: dict[str, Any]) -> None:
+        if line["kind"] == START:
+            self.starts.append(line)
+        else:
+            self.runs[line["key"]] = line | {"commit": self.starts[-1]["commit"], "dirty": self.starts[-1]["dirty"]}
+
+    def append(self, kind: str, **fields: Any) -> None:
+        """Write a line; it is on the disk when this returns.
+
+        Args:
+            kind: ``"start"`` or ``"run"``.
+            fields: Of a start ``commit`` and ``dirty`` at least, of a run ``key`` and ``status``.
+
+        Raises:
+            UsageError: If there is no space, or the disk fails; the journal is then as it was before.
+        """
+        line = {"kind": kind, **fields}
+        data = json.dumps(line).encode() + b"\n"
+        size = os.fstat(self._file).st_size
+        try:
+            if os.write(self._file, data) < len(data):
+                raise OSError(0, "no space left")
+            os.fsync(self._file)
+            if not size:
+                _sync_folder(self.path.parent)
+        except OSError as error:
+            os.ftruncate(self._file, size)  # nothing may ever follow half a line
+            raise UsageError(f"the journal {str(self.path)!r} could not be written ({error.strerror})") from error
+        self._take(line)
+
+    def close(self) -> None:
+        """Close the file, which unlocks it."""
+        os.close(self._file)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring a new file's name to the disk, as ``fsync`` does with its content."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _parse(text: bytes) -> dict[str, Any] | None:
+    """The line, or ``None`` if it is none of a journal."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    required = {START: {"commit", "dirty"}, RUN: {"key", "status"}}
+    is_ours = isinstance(line, dict) and line.get("kind") in required and required[line["kind"]] <= set(line)
+    return line if is_ours else None

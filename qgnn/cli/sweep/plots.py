@@ -1,0 +1,51 @@
+"""The summary as a picture; needs matplotlib, which is imported only here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+
+from qgnn.cli.errors import UsageError
+from qgnn.cli.sweep.table import Panel
+
+
+def write_plot(path: Path, panels: Sequence[Panel]) -> None:
+    """Draw how much accuracy each format costs in each component, with the deviation over seeds.
+
+    Args:
+        path: The file; its ending selects the format.
+        panels: Those of the summary; one without a baseline, or with nothing else, has no picture.
+    """
+    from matplotlib.figure import Figure
+
+    drawn = [panel for panel in panels if any(cell.differences for cell in panel.cells.values())]
+    if not drawn:
+        raise UsageError("--plot expects finished runs in fp32 and in another format of the same seeds (got none)")
+    widest = max(len(panel.labels) * (len(panel.components) + 1) for panel in drawn)
+    figure = Figure(figsize=(max(4.8, 0.16 * widest), 3.2 * len(drawn)), layout="constrained")
+    for axes, panel in zip(figure.subplots(len(drawn), 1, squeeze=False)[:, 0], drawn, strict=True):
+        width = 1 / (len(panel.components) + 1)
+        for number, component in enumerate(panel.components):
+            cells = [(at, panel.cells.get((label, component))) for at, label in enumerate(panel.labels)]
+            drops = [(at, [-points for points in cell.differences]) for at, cell in cells if cell and cell.differences]
+            axes.bar(
+                [at + (number - (len(panel.components) - 1) / 2) * width for at, _ in drops],
+                [mean(points) for _, points in drops],
+                width,
+                yerr=[stdev(points) if len(points) > 1 else 0.0 for _, points in drops],
+                label=component,
+                error_kw={"elinewidth": 0.8},
+            )
+        axes.set_xticks(range(len(panel.labels)), panel.labels, rotation=40, ha="right", rotation_mode="anchor")
+        axes.set_ylabel("accuracy drop (points)")
+        axes.set_title(panel.title, fontsize=10)
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise UsageError(
+            f"--plot: {str(path)!r} could not be written ({error.strerror}); the runs are recorded"
+        ) from error

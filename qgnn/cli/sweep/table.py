@@ -1,0 +1,173 @@
+"""The results: a tidy table with a row a run, and a summary with a row a format and a column a component."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from qgnn.cli.errors import UsageError
+from qgnn.cli.report import plus_minus
+from qgnn.cli.sweep.journal import DONE
+from qgnn.cli.sweep.run_spec import BASELINE, NONE, RunSpec
+
+Row = dict[str, Any]
+
+
+def rows_of(runs: Iterable[RunSpec], recorded: dict[str, Row]) -> list[Row]:
+    """A row for each run that is recorded, in the order of the runs.
+
+    Times are in the journal alone, so that the table is the same whenever, and after however many kills, it is made.
+
+    Args:
+        runs: Those of the sweep.
+        recorded: The lines of its journal by key.
+    """
+    rows = []
+    for run in runs:
+        line = recorded.get(run.key)
+        if line is not None:
+            fields = run.fields
+            recipe, commit = fields.pop("recipe"), line["commit"]
+            rows.append(
+                {**fields, **recipe, "status": line["status"], **(line.get("result") or {}), "error": line.get("error")}
+                | {"commit": commit and commit + "+" * bool(line["dirty"])}
+            )
+    return rows
+
+
+def check_table(path: Path) -> None:
+    """Raise unless the table's format can be written."""
+    if path.suffix == ".parquet":
+        try:
+            import pyarrow  # noqa: F401
+        except ImportError as error:
+            raise UsageError("--table needs pyarrow for .parquet: pip install pyarrow, or give a .csv") from error
+
+
+def write_table(path: Path, rows: Sequence[Row]) -> None:
+    """Write the rows as CSV, or as parquet if the file is named so. Lists become JSON; what a run lacks stays empty.
+
+    The file is replaced as a whole: a kill leaves the old one.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if path.suffix == ".parquet":
+            from pyarrow import Table as ArrowTable
+            from pyarrow import parquet
+
+            full = [{name: row.get(name) for name in names} for row in rows]
+            parquet.write_table(ArrowTable.from_pylist(full), partial)
+        else:
+            with partial.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, names, lineterminator="\n")
+                writer.writeheader()
+                writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UsageError(f"the table {str(path)!r} could not be written ({error.strerror})") from error
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list | dict) else value
+
+
+class Cell(NamedTuple):
+    """Seeds of one scheme: test accuracy in percent and its difference to the baseline of the same seeds, in points."""
+
+    accuracies: tuple[float, ...]
+    differences: tuple[float, ...]
+
+    def text(self, num_seeds: int, sign: str = "±") -> str:
+        """As ``81.20 ± 0.51 (-0.30)``, with the number of seeds if some are missing."""
+        text = f"{mean(self.accuracies):.2f}"
+        if len(self.accuracies) > 1:
+            text += f" {sign} {stdev(self.accuracies):.2f}"
+        if self.differences:
+            text += f" ({mean(self.differences):+.2f})"
+        return text + (f" n={len(self.accuracies)}" if len(self.accuracies) < num_seeds else "")
+
+
+class Panel(NamedTuple):
+    """All that was run with one model on one data set by one recipe.
+
+    Args:
+        title: Which.
+        baseline: In full precision, ``None`` if that was not run.
+        cells: By format (with schedule and rounding, if the sweep has several) and component.
+        num_seeds: Seeds of the sweep.
+    """
+
+    title: str
+    baseline: Cell | None
+    cells: dict[tuple[str, str], Cell]
+    num_seeds: int
+
+    @property
+    def labels(self) -> list[str]:
+        """Formats in order."""
+        return list(dict.fromkeys(label for label, _ in self.cells))
+
+    @property
+    def components(self) -> list[str]:
+        """Components in order."""
+        return list(dict.fromkeys(component for _, component in self.cells))
+
+
+def panels(runs: Sequence[RunSpec], recorded: dict[str, Row]) -> list[Panel]:
+    """The results that are there, one panel for each data set, model and recipe, in the order of the runs."""
+    results = {run: recorded[run.key]["result"]["test_acc"] * 100 for run in runs if _is_done(run, recorded)}
+    several_roundings = len({run.rounding for run in runs} - {NONE}) > 1
+    recipes = {run.recipe for run in runs}
+    groups: dict[tuple[Any, ...], dict[tuple[str, str], list[RunSpec]]] = {}
+    for run in results:
+        label = run.format
+        if run.schedule != NONE:
+            label += f" {run.schedule}"
+        if several_roundings and run.rounding != NONE:
+            label += f" {run.rounding}"
+        groups.setdefault((run.dataset, run.model, run.recipe), {}).setdefault((label, run.component), []).append(run)
+    made = []
+    for (dataset, model, recipe), group in groups.items():
+        title = f"{model.upper()} on {dataset}"
+        if len(recipes) > 1:
+            title += "".join(f", {name} {value}" for name, value in recipe)
+        cells = {
+            place: Cell(
+                tuple(results[run] for run in members),
+                tuple(results[run] - results[run.baseline] for run in members if run.baseline in results),
+            )
+            for place, members in group.items()
+        }
+        baseline = cells.pop((BASELINE, NONE), None)
+        made.append(Panel(title, baseline, cells, len({run.seed for run in runs})))
+    return made
+
+
+def _is_done(run: RunSpec, recorded: dict[str, Row]) -> bool:
+    line = recorded.get(run.key)
+    return line is not None and line["status"] == DONE
+
+
+def summary(panel: Panel) -> Table:
+    """The panel as a table for the terminal."""
+    sign, caption = plus_minus(), "test accuracy in %, mean and deviation over seeds"
+    if panel.baseline is not None:
+        accuracy = panel.baseline._replace(differences=()).text(panel.num_seeds, sign)
+        caption = f"{BASELINE}: {accuracy}; {caption} (difference to {BASELINE})"
+    table = Table(title=panel.title, title_justify="left", caption=caption, caption_justify="left")
+    table.add_column("format", no_wrap=True)
+    for component in panel.components:
+        table.add_column(component.replace("_", "\n"), justify="right")
+    for label in panel.labels:
+        texts = (panel.cells.get((label, component)) for component in panel.components)
+        table.add_row(label, *("" if cell is None else cell.text(panel.num_seeds, sign) for cell in texts))
+    return table

@@ -1,0 +1,172 @@
+"""What is learned, and from which graphs: the classes of nodes, or those of whole graphs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch_geometric.data import Batch, Data
+from torch_geometric.transforms import NormalizeFeatures
+
+from qgnn.data import GraphSet
+from qgnn.qtensor import QTensor
+
+Features = Tensor | QTensor
+Forward = Callable[..., Tensor]  # the model, in what its scheme runs a forward pass in
+
+
+class Task(Protocol):
+    """What a run needs to know of its data."""
+
+    description: str  # how much there is of it
+    by_graph: bool  # whether a model has one result a graph, not one a node
+    num_outputs: int
+
+    @property
+    def features(self) -> tuple[Tensor, ...]:
+        """The features of each part that a model sees on its own, that for training first."""
+
+    def with_own_edges(self) -> Task:
+        """The same on copies of the edges: what a run prepares from its edges lives as long as these."""
+
+    def loss(self, forward: Forward, x: Features) -> Tensor:
+        """Training loss: cross entropy, or its multi-label form.
+
+        Args:
+            forward: The model.
+            x: The first of the features, or what stands for them.
+        """
+
+    def evaluate(self, forward: Forward, inputs: Sequence[Features]) -> tuple[float, float]:
+        """Score on what is there to validate and to test.
+
+        Args:
+            forward: The model.
+            inputs: The features, or what stands for them.
+        """
+
+
+class NodeTask:
+    """Classes of the nodes of one graph, of which each split sees some.
+
+    Args:
+        data: The graph, with ``x``, ``edge_index``, ``y`` and the three masks.
+    """
+
+    by_graph = False
+
+    def __init__(self, data: Data) -> None:
+        self.data = data
+        self.num_outputs = data.y.shape[1] if data.y.dim() == 2 else int(data.y.max()) + 1
+        self.description = f"{data.num_nodes:,} nodes, {data.num_edges:,} directed edges, {data.x.shape[1]} features"
+
+    @property
+    def features(self) -> tuple[Tensor, ...]:
+        """Those of the graph."""
+        return (self.data.x,)
+
+    def with_own_edges(self) -> NodeTask:
+        """The same on a copy of the edges."""
+        result = copy.copy(self)
+        result.data = _with_own_edges(self.data)
+        return result
+
+    def loss(self, forward: Forward, x: Features) -> Tensor:
+        """Of the nodes to train on."""
+        data = self.data
+        return loss_of(forward(x, data.edge_index)[data.train_mask], data.y[data.train_mask])
+
+    def evaluate(self, forward: Forward, inputs: Sequence[Features]) -> tuple[float, float]:
+        """From one forward pass over the graph."""
+        data = self.data
+        out = forward(inputs[0], data.edge_index)
+        return score(out[data.val_mask], data.y[data.val_mask]), score(out[data.test_mask], data.y[data.test_mask])
+
+
+class GraphTask:
+    """Classes of graphs. Those of a split are one graph of many components, so that a step is one over all of them.
+
+    Args:
+        graphs: The graphs and their split.
+        device: Where to keep them.
+    """
+
+    by_graph = True
+
+    def __init__(self, graphs: GraphSet, device: torch.device) -> None:
+        self.parts = tuple(Batch.from_data_list(graphs.graphs(split)).to(device) for split in ("train", "val", "test"))
+        self.num_outputs = graphs.dataset.num_classes
+        nodes, edges = (sum(getattr(part, f"num_{what}") for part in self.parts) for what in ("nodes", "edges"))
+        self.description = (
+            f"{len(graphs.dataset):,} graphs, {nodes:,} nodes, {edges:,} directed edges, "
+            f"{self.parts[0].x.shape[1]} features"
+        )
+
+    @property
+    def features(self) -> tuple[Tensor, ...]:
+        """Those of the graphs to train, validate and test on."""
+        return tuple(part.x for part in self.parts)
+
+    def with_own_edges(self) -> GraphTask:
+        """The same on copies of the edges."""
+        result = copy.copy(self)
+        result.parts = tuple(_with_own_edges(part) for part in self.parts)
+        return result
+
+    def loss(self, forward: Forward, x: Features) -> Tensor:
+        """Of the graphs to train on."""
+        part = self.parts[0]
+        return loss_of(forward(x, part.edge_index, part.batch, part.num_graphs), part.y)
+
+    def evaluate(self, forward: Forward, inputs: Sequence[Features]) -> tuple[float, float]:
+        """From a forward pass over each."""
+        val, test = (
+            score(forward(x, part.edge_index, part.batch, part.num_graphs), part.y)
+            for x, part in zip(inputs[1:], self.parts[1:], strict=True)
+        )
+        return val, test
+
+
+def make_task(data: Data | GraphSet, device: torch.device, normalize: bool = False) -> Task:
+    """The task that a data set sets.
+
+    Args:
+        data: What :func:`qgnn.data.load` or :func:`qgnn.data.load_graphs` returned.
+        device: Where to train.
+        normalize: Scale each row of the features of nodes to sum to one.
+    """
+    if isinstance(data, GraphSet):
+        return GraphTask(data, device)
+    if normalize:
+        data = normalize_rows(data)
+    return NodeTask(data.to(device, "x", "edge_index", "y", "train_mask", "val_mask", "test_mask"))
+
+
+def loss_of(out: Tensor, y: Tensor) -> Tensor:
+    """Cross entropy, or its multi-label form."""
+    if y.dim() == 2:
+        return F.binary_cross_entropy_with_logits(out, y.float())
+    return F.cross_entropy(out, y)
+
+
+def score(out: Tensor, y: Tensor) -> float:
+    """Accuracy, or micro-F1 if there are several labels; 0 of nothing."""
+    if y.dim() == 1:
+        return float((out.argmax(dim=1) == y).double().sum() / max(len(y), 1))
+    predicted, true = out > 0, y > 0
+    return float(2 * (predicted & true).sum() / max(int(predicted.sum() + true.sum()), 1))
+
+
+def normalize_rows(data: Data) -> Data:
+    """A copy with rows of ``x`` that sum to one."""
+    return NormalizeFeatures()(data.clone())
+
+
+def _with_own_edges(data: Data) -> Data:
+    data = copy.copy(data)
+    data.edge_index = data.edge_index.clone()
+    return data

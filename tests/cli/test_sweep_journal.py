@@ -1,0 +1,153 @@
+"""The journal of a sweep: whatever a kill leaves, opening it gives all whole lines and nothing else."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qgnn.cli.errors import UsageError
+from qgnn.cli.sweep.journal import DONE, FAILED, RUN, START, Journal
+from qgnn.cli.sweep.runner import missing
+from sweep_fakes import HEADER, runs_of
+
+
+def write(path: Path, runs: int, status: str = DONE) -> None:
+    with Journal(path) as journal:
+        journal.append(START, **HEADER)
+        for run in runs_of(runs):
+            journal.append(RUN, key=run.key, run=run.fields, status=status, result={"test_acc": run.seed})
+
+
+def test_a_journal_gives_back_what_was_written(tmp_path: Path) -> None:
+    write(tmp_path / "j", 3)
+    write(tmp_path / "j", 0)
+    with Journal(tmp_path / "j") as journal:
+        assert [line["result"]["test_acc"] for line in journal.runs.values()] == [0, 1, 2]
+        assert list(journal.runs) == [run.key for run in runs_of(3)]
+        assert len(journal.starts) == 2
+    lines = [json.loads(line) for line in (tmp_path / "j").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == [START, RUN, RUN, RUN, START]
+    assert lines[1]["run"] == runs_of(1)[0].fields
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_torn_last_line_is_cut_away_at_every_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Also the first line, and also a line that lacks nothing but its end. What follows is whole again."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # a thousand of them would take seconds
+    path = tmp_path / "j"
+    write(path, number)
+    content = path.read_bytes()
+    whole = content[: content[:-1].rfind(b"\n") + 1]
+    assert len(content) > len(whole) + 40
+    for end in range(len(whole), len(content)):
+        path.write_bytes(content[:end])
+        with Journal(path) as journal:
+            assert list(journal.runs) == [run.key for run in runs_of(number)[: max(number - 1, 0)]]
+            assert path.read_bytes() == whole
+            journal.append(START, **HEADER)
+        with Journal(path) as journal:
+            assert path.read_bytes().startswith(whole)
+            assert len(journal.starts) == whole.count(b'"start"') + 1
+
+
+@pytest.mark.parametrize("tail", [b"\0" * 30, b"\0" * 30 + b"\n", b"\xff\xfe\n", b'{"kind": "run"}\n', b"[]\n", b"\n"])
+def test_a_last_line_without_content_is_cut_away(tmp_path: Path, tail: bytes) -> None:
+    write(tmp_path / "j", 2)
+    content = (tmp_path / "j").read_bytes()
+    (tmp_path / "j").write_bytes(content + tail)
+    with Journal(tmp_path / "j") as journal:
+        assert len(journal.runs) == 2
+    assert (tmp_path / "j").read_bytes() == content
+
+
+@pytest.mark.parametrize(("at", "number"), [(0, 1), (1, 2), (2, 3)])
+def test_a_foreign_line_before_the_last_is_refused_and_left(tmp_path: Path, at: int, number: int) -> None:
+    write(tmp_path / "j", 2)
+    lines = (tmp_path / "j").read_bytes().splitlines(keepends=True)
+    content = b"".join([*lines[:at], b"hello\n", *lines[at:], *lines[-1:]])
+    (tmp_path / "j").write_bytes(content)
+    with pytest.raises(UsageError, match=f"line {number} of .* is none of a sweep's journal"):
+        Journal(tmp_path / "j")
+    assert (tmp_path / "j").read_bytes() == content
+
+
+def test_a_journal_without_its_first_line_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "j", 2)
+    (tmp_path / "j").write_bytes((tmp_path / "j").read_bytes().partition(b"\n")[2])
+    with pytest.raises(UsageError, match="line 1 of"):
+        Journal(tmp_path / "j")
+
+
+def test_two_sweeps_cannot_write_one_journal(tmp_path: Path) -> None:
+    with Journal(tmp_path / "j"):
+        with pytest.raises(UsageError, match="another sweep is writing"):
+            Journal(tmp_path / "j")
+        with Journal(tmp_path / "k"):
+            pass
+    Journal(tmp_path / "j").close()
+
+
+def test_a_journal_that_is_refused_is_not_left_locked(tmp_path: Path) -> None:
+    (tmp_path / "j").write_text("hello\nhello\n")
+    for _ in range(2):
+        with pytest.raises(UsageError, match="line 1 of"):
+            Journal(tmp_path / "j")
+
+
+@pytest.mark.parametrize("written", [0, 10])
+def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int) -> None:
+    write(tmp_path / "j", 1)
+    content, real = (tmp_path / "j").read_bytes(), os.write
+
+    def full(file: int, data: bytes) -> int:
+        if not written:
+            raise OSError(28, "No space left on device")
+        return real(file, data[:written])
+
+    with Journal(tmp_path / "j") as journal:
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(UsageError, match="could not be written"):
+            journal.append(RUN, key="k", status=DONE)
+        assert "k" not in journal.runs
+    monkeypatch.undo()
+    assert (tmp_path / "j").read_bytes() == content
+
+
+def test_a_folder_that_does_not_exist_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"could not be opened \(No such file or directory\)"):
+        Journal(tmp_path / "none" / "j")
+
+
+def left(path: Path, number: int, **options: Any) -> list[int]:
+    with Journal(path) as journal:
+        return [run.seed for run in missing(runs_of(number), journal, "cpu", **{"retry_failed": False, **options})]
+
+
+def test_what_is_missing_is_what_was_not_recorded(tmp_path: Path) -> None:
+    assert left(tmp_path / "j", 4) == [0, 1, 2, 3]
+    write(tmp_path / "j", 3)
+    assert left(tmp_path / "j", 5) == [3, 4], "a specification that grew"
+    assert left(tmp_path / "j", 2) == [], "one that shrank"
+
+
+def test_failed_runs_are_missing_only_on_request(tmp_path: Path) -> None:
+    write(tmp_path / "j", 2, FAILED)
+    assert left(tmp_path / "j", 3) == [2]
+    assert left(tmp_path / "j", 3, retry_failed=True) == [0, 1, 2]
+    write(tmp_path / "j", 2)
+    assert left(tmp_path / "j", 3, retry_failed=True) == [2], "the last line of a run counts"
+
+
+def test_a_journal_of_another_sweep_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "j", 3)
+    with Journal(tmp_path / "j") as journal:
+        with pytest.raises(
+            UsageError, match="2 of its 3 runs are not in the specification, and 3 of the specification"
+        ):
+            missing(runs_of(6)[2:], journal, "cpu", retry_failed=False)
+        with pytest.raises(UsageError, match=r"holds runs on cpu \(got cuda\)"):
+            missing(runs_of(3), journal, "cuda", retry_failed=False)

@@ -1,0 +1,149 @@
+"""Runs over processes: kills of every kind, and a sweep that goes on as if nothing had happened."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from qgnn.cli.errors import UsageError
+from qgnn.cli.sweep import pool
+from qgnn.cli.sweep.journal import DONE, FAILED, RUN, START, Journal
+from qgnn.cli.sweep.pool import run_all
+from qgnn.cli.sweep.runner import carry_out, missing
+from qgnn.cli.sweep.table import rows_of, write_table
+from sweep_fakes import HEADER, PIDS, STARTED, fake, runs_of, threads, troubled, wait_for, whose
+
+# Python 3.12 and newer, in a process with threads; what is forked here computes nothing.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
+
+class Drill(NamedTuple):
+    """What sweeps left that were killed and interrupted, in processes of their own."""
+
+    path: Path
+    number: int
+    codes: dict[str, Any]
+    err: str
+
+
+@pytest.fixture(scope="module")
+def drill(tmp_path_factory: pytest.TempPathFactory) -> Drill:
+    path, number = tmp_path_factory.mktemp("drill"), 200
+    variables = {name: str(path / name) for name in (STARTED, PIDS)}
+    ended = subprocess.run(
+        [sys.executable, "-m", "sweep_fakes", str(path), str(number)],
+        env=os.environ | variables | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return Drill(path, number, json.loads(ended.stdout), ended.stderr)
+
+
+def lines_of(path: Path, kind: str = RUN) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def is_gone(pid: int) -> bool:
+    """Ended, whether or not its parent, by then init, has asked how."""
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except (OSError, ValueError):
+        return True
+
+
+def test_ten_kills_and_resumes_give_the_table_of_an_undisturbed_sweep(drill: Drill) -> None:
+    runs, path = runs_of(drill.number), drill.path / "kills.jsonl"
+    assert drill.codes["kills"] == [-signal.SIGKILL] * 10 + [0], "every kill met a sweep that was not done"
+    whole = {run.key: {"status": DONE, "result": fake(run), "commit": None, "dirty": None} for run in runs}
+    write_table(drill.path / "whole.csv", rows_of(runs, whole))
+    with Journal(path) as journal:
+        write_table(drill.path / "kills.csv", rows_of(runs, journal.runs))
+    assert (drill.path / "kills.csv").read_text() == (drill.path / "whole.csv").read_text()
+
+    assert sorted(line["key"] for line in lines_of(path)) == sorted(run.key for run in runs), "each is recorded once"
+    resumes = len(lines_of(path, START))
+    assert resumes >= 7
+    # Two processes, each in one run, and with the outcome of another on its way, at a kill.
+    assert len(runs) <= len((drill.path / STARTED).read_text().split()) <= len(runs) + 4 * resumes
+
+
+def test_processes_end_with_a_parent_that_is_killed(drill: Drill) -> None:
+    pids = set((drill.path / PIDS).read_text().split())
+    assert len(pids) >= 12, "two of each sweep that was killed in the midst of runs"
+    wait_for(lambda: all(is_gone(int(pid)) for pid in pids))
+
+
+def test_a_run_that_fails_takes_no_other_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = runs_of(12)
+    with Journal(tmp_path / "j") as journal:
+        journal.append(START, **HEADER)
+        carry_out(runs, journal, troubled, 2, "fork")
+        assert missing(runs, journal, "cpu", retry_failed=False) == []
+        assert [run.seed for run in missing(runs, journal, "cpu", retry_failed=True)] == [1, 3, 5, 7]
+        lines = {run.seed: journal.runs[run.key] for run in runs}
+    assert [seed for seed, line in lines.items() if line["status"] == FAILED] == [1, 3, 5, 7]
+    assert lines[1]["error"] == "its process ended with SIGKILL; was memory short? fewer --processes need less"
+    assert lines[3]["error"] == "its process ended with exit code 7"
+    assert lines[5]["error"] == "ValueError: no such format"
+    assert "sweep_fakes.py" in lines[5]["trace"]
+    assert lines[7]["error"].startswith("TypeError: Object of type object is not JSON serializable")
+    err = capsys.readouterr().err
+    assert "failed: gcn on b, int8, all, nearest, seed 5: ValueError: no such format" in err
+    assert "12/12 runs, 4 failed, " in err
+    assert "runs per minute" in err
+
+
+def test_processes_stay_on_a_data_set() -> None:
+    """Two processes on two data sets, one of them larger: each has one, until there is nothing left of the smaller."""
+    runs = [run for run in runs_of(40) if run.dataset == "a" or run.seed < 10]
+    datasets: dict[int, list[str]] = {}
+    for outcome in run_all(runs, whose, 2, "fork"):
+        assert outcome.result is not None
+        datasets.setdefault(outcome.result["pid"], []).append(outcome.run.dataset)
+    changes = {
+        "".join(sequence): sum(one != other for one, other in itertools.pairwise(sequence))
+        for sequence in datasets.values()
+    }
+    assert sorted(changes.values()) == [0, 1], changes
+    assert sum(map(len, changes)) == 25
+
+
+def test_one_process_takes_the_larger_data_set_first() -> None:
+    runs = [run for run in runs_of(9) if run.dataset == "a" or run.seed < 4]
+    order = [outcome.run for outcome in run_all(runs, fake, 1, "fork")]
+    assert [run.dataset for run in order] == ["a"] * 5 + ["b"] * 2
+    assert [run.seed for run in order] == [0, 2, 4, 6, 8, 1, 3]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_all_processes_ends_the_sweep_with_the_journal_whole(drill: Drill, number: int, code: int) -> None:
+    """As a terminal sends Ctrl-C and a service manager SIGTERM: no run in flight counts as failed."""
+    path = drill.path / f"{int(number)}.jsonl"
+    assert drill.codes[str(int(number))] == code
+    assert [line["status"] for line in lines_of(path)] == [DONE] * 2
+    assert drill.err.count("all runs that ended are recorded; the same command goes on from there") == 2
+    assert "Traceback" not in drill.err
+    with Journal(path) as journal:
+        assert len(missing(runs_of(4), journal, "cpu", retry_failed=False)) == 2
+
+
+def test_new_processes_run_with_one_thread() -> None:
+    """As the command starts them."""
+    (outcome,) = run_all(runs_of(1), threads, 2)
+    assert outcome.result == {"threads": 1, "is_main": False}
+
+
+def test_processes_that_cannot_start_end_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would make every run a failed one."""
+    monkeypatch.setattr(pool, "_work", lambda *_: os._exit(3))
+    with pytest.raises(UsageError, match="a process ended with exit code 3 before its first run"):
+        next(run_all(runs_of(9), fake, 2, "fork"))

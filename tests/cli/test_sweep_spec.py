@@ -1,0 +1,172 @@
+"""The specification of a sweep: which runs a file names, what identifies them, and what is wrong with a wrong one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qgnn.cli.errors import UsageError
+from qgnn.cli.sweep.run_spec import RunSpec
+from qgnn.cli.sweep.spec import Spec, read_spec
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Any:
+    def read_text(text: str) -> Spec:
+        (tmp_path / "s.toml").write_text(text)
+        return read_spec(tmp_path / "s.toml")
+
+    return read_text
+
+
+def test_a_grid_is_a_product_with_one_baseline_a_data_set_model_and_seed(read: Any) -> None:
+    spec = read(
+        """
+        [sweep]
+        datasets = ["Cora", "pubmed"]
+        models = ["gcn", "sage", "gat"]
+        formats = ["fp32", "int4", "msfp12"]
+        components = ["all", "weights"]
+        schedules = ["none", "sdq[2, 4]"]
+        rounding = ["stochastic", "nearest"]
+        seeds = 5
+        """
+    )
+    assert len(spec.runs) == 2 * 3 * 5 * (1 + 2 * 2 * 2 * 2)
+    baselines = [run for run in spec.runs if run.format == "fp32"]
+    assert len(baselines) == 2 * 3 * 5
+    assert {(run.component, run.schedule, run.rounding) for run in baselines} == {("none", "none", "none")}
+    assert {run.schedule for run in spec.runs} == {"none", "sdq[2,4]"}
+    assert {run.dataset for run in spec.runs} == {"cora", "pubmed"}
+    assert {run.seed for run in spec.runs} == set(range(5))
+    assert all(run.baseline in baselines for run in spec.runs)
+    assert spec.name == "s"
+
+
+def test_grids_override_the_sweep_and_common_runs_are_run_once(read: Any) -> None:
+    spec = read(
+        """
+        [sweep]
+        name = "two"
+        datasets = "cora"
+        formats = ["fp32", "int8"]
+        seeds = [3, 1]
+        epochs = 100
+        [[grid]]
+        models = ["gcn", "sage"]
+        [[grid]]
+        name = "second"
+        formats = ["int8", "int4"]
+        [[grid]]
+        epochs = 7
+        lr = 1
+        """
+    )
+    assert [(grid.name, len(grid.runs)) for grid in spec.grids] == [("[[grid]] 1", 8), ("second", 4), ("[[grid]] 3", 4)]
+    assert len(spec.runs) == 8 + 2 + 4
+    assert {run.recipe for run in spec.runs} == {(("epochs", 100),), (("epochs", 7), ("lr", 1.0))}
+    assert [run.seed for run in spec.runs[:2]] == [3, 1]
+
+
+@pytest.mark.parametrize(("name", "number"), [("formats", 2 * 5 * (1 + 10 * 7)), ("schedules", 2 * 5 * (7 + 3 * 3))])
+def test_examples_are_sweeps(name: str, number: int) -> None:
+    spec = read_spec(EXAMPLES / f"{name}.toml")
+    assert spec.name == name
+    assert len(spec.runs) == number
+    assert f" {number} runs." in (EXAMPLES / f"{name}.toml").read_text().partition("\n")[0]
+
+
+def test_a_key_is_the_hash_of_the_canonical_json() -> None:
+    """Known answers: a journal of today is that of the same runs tomorrow."""
+    run = RunSpec("cora", "gcn", "msfp12", "weights", "adq[2,8]", "stochastic", 3, (("epochs", 100), ("lr", 0.01)))
+    assert run.canonical == (
+        '{"component":"weights","dataset":"cora","format":"msfp12","model":"gcn","recipe":{"epochs":100,"lr":0.01},'
+        '"rounding":"stochastic","schedule":"adq[2,8]","seed":3,"version":1}'
+    )
+    assert run.key == "4b0471200bf41c09903f85fe6ae5c00a04cd311d3d426d01bb86386b05df026c"
+    assert str(run) == "gcn on cora, msfp12, weights, adq[2,8], stochastic, epochs 100, lr 0.01, seed 3"
+    assert json.loads(run.canonical) == {"version": 1, **run.fields}
+
+
+def test_spellings_of_a_run_have_one_key(read: Any) -> None:
+    one = read('sweep = {datasets = ["CORA"], formats = ["int08"], schedules = ["sdq[2, 4]"], lr = 1, epochs = 5}')
+    two = read('[sweep]\nepochs = 5\nlr = 1.0\ndatasets = "cora"\nformats = "int8"\nschedules = "sdq[2,4]"\n[[grid]]\n')
+    assert [run.key for run in one.runs] == [run.key for run in two.runs]
+    assert one.digest == two.digest
+    assert one.digest != read('sweep = {datasets = ["cora"], formats = ["int8"]}').digest
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[sweep", "expected TOML (Expected"),
+        ("[sweeps]", "expected one of sweep, grid (got 'sweeps'); did you mean 'sweep'?"),
+        ("grid = 1", "expected tables [[grid]], with two brackets (got 1)"),
+        ("[grid]", "expected tables [[grid]], with two brackets"),
+        ("[sweep]\nmodle = 'gcn'", "[sweep], modle: expected one of name, root,"),
+        ("[sweep]\nmodle = 'gcn'", "did you mean 'models'?"),
+        ("[[grid]]\nroot = 'x'", "[[grid]] 1, root: expected one of name, datasets,"),
+        ("[[grid]]\nformats = ['int8']", "[[grid]] 1: expected a list 'datasets', here or in [sweep]"),
+        ("[sweep]\ndatasets = ['cora']", "[[grid]] 1: expected a list 'formats'"),
+        ("[sweep]\ndatasets = ['coraa']", "[sweep], datasets: expected one of wordnet, cora,"),
+        ("[sweep]\ndatasets = ['coraa']", "(got 'coraa'); did you mean 'cora'?"),
+        ("[sweep]\ndatasets = [1]", "[sweep], datasets: expected text (got 1)"),
+        (
+            "[sweep]\nmodels = ['gnc']",
+            "[sweep], models: expected one of gcn, sage, gat, gin, gcn2 (got 'gnc'); did you",
+        ),
+        ("[sweep]\nmodels = []", "[sweep], models: expected at least one value (got none)"),
+        (
+            "[sweep]\ndatasets='cora'\n[[grid]]\nformats='int8'\n[[grid]]\nformats='mxfp5'",
+            "[[grid]] 2, formats: 'parse' expects",
+        ),
+        ("[sweep]\nformats = ['mxfp5']", "did you mean 'mxfp4'?"),
+        ("[sweep]\nformats = ['int9']", "'Int' expects 'bits' from 2 to 8 (got 9)"),
+        ("[sweep]\ncomponents = ['weight']", "(got 'weight'); did you mean 'weights'?"),
+        ("[sweep]\nschedules = ['adq[8,2]']", "[sweep], schedules: expected a schedule such as sdq[2,4,6,8]"),
+        ("[sweep]\nrounding = ['up']", "[sweep], rounding: expected one of stochastic, nearest (got 'up')"),
+        ("[sweep]\nseeds = 0", "[sweep], seeds: expected a whole number of at least 1 (got 0)"),
+        ("[sweep]\nseeds = [0, -1]", "[sweep], seeds: expected a whole number of at least 0 (got -1)"),
+        ("[sweep]\nepochs = true", "[sweep], epochs: expected a whole number of at least 1 (got True)"),
+        ("[sweep]\nlr = 0", "[sweep], lr: expected a number in (0, 100] (got 0)"),
+        ("[sweep]\ndropout = nan", "[sweep], dropout: expected a number in [0, 1) (got nan)"),
+        ("[sweep]\ndevice = 'gpu'", "[sweep], device: expected one of cpu, cuda (got 'gpu'); did you mean 'cpu'?"),
+        ("[sweep]\nname = 'a/b'", "[sweep], name: expected a name for a folder (got 'a/b')"),
+    ],
+)
+def test_an_error_says_where_and_what_was_expected(read: Any, text: str, expected: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read(text)
+    assert "s.toml: " in str(caught.value)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("formats='mxfp4'\nschedules='sdq[2,4]'", "[[grid]] 1: mxfp4 with the schedule sdq[2,4]: "),
+        ("formats='int8'\nschedules='sdq[4,9]'", "int8 with the schedule sdq[4,9]: 'Int' expects 'bits' from 2 to 8"),
+        (
+            "formats='int8'\nmodels='gat'\nhidden=10",
+            "gat expects hidden to be a multiple of 4, its number of heads (got",
+        ),
+        ("formats='int8'\nmodels='gcn2'\nlayers=2", "gcn2 expects layers of at least 3, since the first and the last"),
+        ("formats='int8'\nlayers=1", "expected layers of at least 2"),
+        ("formats='int8'\nmodels='gcn2'\ndatasets='mutag'", "mutag expects one of the models gcn, sage, gat, gin (got"),
+    ],
+)
+def test_parts_that_do_not_go_together_are_found(read: Any, settings: str, expected: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read(f"[sweep]\ndatasets='cora'\n[[grid]]\n{settings}")
+    assert expected in str(caught.value)
+
+
+def test_a_file_that_is_missing_or_no_text_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"SPEC expects a file that can be read \(got .*none.toml.: No such file"):
+        read_spec(tmp_path / "none.toml")
+    (tmp_path / "s.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="expected TOML"):
+        read_spec(tmp_path / "s.toml")
