@@ -79,8 +79,8 @@ def check_blocks(codes: Tensor, exponent: Tensor, block_size: int) -> None:
     num_blocks = -(-codes.shape[1] // block_size)
     if exponent.shape[1] != num_blocks:
         raise ValueError(
-            f"'qgnn::matmul_shared' expects exponents of {num_blocks} blocks, for {codes.shape[1]} columns in blocks of "
-            f"{block_size} (got {exponent.shape[1]})"
+            f"'qgnn::matmul_shared' expects exponents of {num_blocks} blocks, for {codes.shape[1]} columns in blocks "
+            f"of {block_size} (got {exponent.shape[1]})"
         )
 
 
