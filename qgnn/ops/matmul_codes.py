@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qgnn.ops._backends import Backend
-from qgnn.ops._checks import POSITIVE, Signature
+from qgnn.ops._checks import Signature
 from qgnn.ops._operator import define
 
 PASSES = ("forward", "backward_dx", "backward_dw")
@@ -74,6 +74,16 @@ matmul_codes_dw = define(
 )
 
 
+def check_blocks(codes: Tensor, exponent: Tensor, block_size: int) -> None:
+    """Raise unless there is an exponent for each block of a row."""
+    num_blocks = -(-codes.shape[1] // block_size)
+    if exponent.shape[1] != num_blocks:
+        raise ValueError(
+            f"'qgnn::matmul_shared' expects exponents of {num_blocks} blocks, for {codes.shape[1]} columns in blocks "
+            f"of {block_size} (got {exponent.shape[1]})"
+        )
+
+
 def _matmul_shared(
     backend: Backend,
     x: Tensor,
@@ -86,6 +96,7 @@ def _matmul_shared(
     pass_: str,
     format_name: str,
 ) -> Tensor:
+    check_blocks(x, x_exponent, block_size)
     return backend.call(
         "matmul_shared",
         f"matmul.{pass_}",
@@ -119,6 +130,7 @@ matmul_shared = define(
     _fake_matmul_shared,
     Signature(
         {"x": "N K", "x_exponent": "N B", "weight": "M K", "weight_exponent": "M B", "bias": "M"},
-        choices={"block_size": POSITIVE, "fraction_bits": range(64), "pass_": PASSES},
+        # A block's dot product is exact in fp32, and no scale is below its smallest number.
+        choices={"block_size": range(1, 129), "fraction_bits": range(23), "pass_": PASSES},
     ),
 )
