@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -129,6 +129,7 @@ def assert_equal(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@settings(max_examples=400)  # some for each format
 @given(st.data(), st.sampled_from(NAMES))
 def test_values_are_those_of_the_definition(data: st.DataObject, name: str) -> None:
     """Zeros, denormals, powers of two, the largest numbers, infinities, NaN."""

@@ -60,8 +60,8 @@ class Format(ABC):
     def encode(self, x: Tensor, dim: int | None = -1, seed: int | Tensor | None = None) -> QTensor:
         """Quantize ``x``, with scales of slices or of blocks along ``dim``.
 
-        Beside what is stored, packed codes pass through one or two bytes a value (four for affine ones above 8 bits), and
-        slices that do not lie in rows through a copy; all else is made by parts of 2**20 values.
+        Beside what is stored, packed codes pass through one or two bytes a value (four for affine ones above 8 bits),
+        and slices that do not lie in rows through a copy; all else is made by parts of 2**20 values.
 
         Args:
             x: Values of any floating type and shape with at least one dimension.
