@@ -28,6 +28,7 @@ class Quantized:
     config: QConfig | None
     epilogue: Epilogue | None
     training: bool
+    reads_activations: bool = False  # whether the input of the last step with gradients needed one, if that matters
     pyg: ClassVar[type[nn.Module]]  # the class that this one stands in for
     has_network: ClassVar[bool] = False  # whether it runs a module that somebody gave it, under their autocast
 
@@ -54,8 +55,18 @@ class Quantized:
 
     @property
     def active(self) -> QConfig | None:
-        """The config of this call: in eval mode, rounding is to nearest."""
-        return active_config(self.training, self.config)
+        """The config of this call: in eval mode, rounding is to nearest. Where no gradient tells features from
+        activations, an input is what it was in the last step of training."""
+        config = active_config(self.training, self.config)
+        if config is None or not config.tells_inputs_apart or torch.is_grad_enabled() or not self.reads_activations:
+            return config
+        return config.for_activations()
+
+    def remember_input(self, x: Any) -> None:
+        """Note whether the input of a step needs a gradient, where its format depends on that."""
+        if self.config is not None and self.config.tells_inputs_apart and torch.is_grad_enabled():
+            rows = x if isinstance(x, (tuple, list)) else (x,)
+            self.reads_activations = any(isinstance(part, Tensor) and part.requires_grad for part in rows)
 
     @property
     def operands(self) -> str:
@@ -157,6 +168,8 @@ def _without_autocast(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            self.remember_input(args[0])
         with without_autocast("cpu"), without_autocast("cuda"), _made_once(self):
             return forward(self, *args, **kwargs)
 
