@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from qgnn.ops._backends import Backend
-from qgnn.ops._checks import POSITIVE, Signature
+from qgnn.ops._checks import Signature
 from qgnn.ops._operator import define
 
 PASSES = ("forward", "backward_dx", "backward_dw")
+BLOCK_SIZES, FRACTION_BITS = range(1, 129), range(23)  # what products of blocks are exact for
 
 
 def _matmul_codes(
@@ -24,7 +25,7 @@ def _matmul_codes(
     pass_: str,
     format_name: str,
 ) -> Tensor:
-    operands = (x, x_scale, weight, weight_scale, bias)
+    operands = (x, x_scale, weight, weight_scale.expand(weight.shape[0]).contiguous(), bias)
     return backend.call("matmul", f"matmul.{pass_}", *operands, format_name=format_name)
 
 
@@ -118,7 +119,8 @@ matmul_shared = define(
     " int fraction_bits, str pass_, str format_name) -> Tensor",
     _fake_matmul_shared,
     Signature(
-        {"x": "N K", "x_exponent": "N B", "weight": "M K", "weight_exponent": "M B", "bias": "M"},
-        choices={"block_size": POSITIVE, "fraction_bits": range(64), "pass_": PASSES},
+        {"x": "N K", "x_exponent": "N K/G", "weight": "M K", "weight_exponent": "M K/G", "bias": "M"},
+        sizes={"block_size": "G"},
+        choices={"block_size": BLOCK_SIZES, "fraction_bits": FRACTION_BITS, "pass_": PASSES},
     ),
 )
