@@ -46,8 +46,8 @@ _OF_ATTENTION = {"att": ("target_scale", "source_scale"), "query": ("query_scale
 
 @dataclass(frozen=True)
 class _Dimension:
-    """A size of a shape: ``times`` that of a letter plus ``more``, its groups of ``per`` (a number or a letter), or just
-    ``more``."""
+    """A size of a shape: ``times`` that of a letter plus ``more``, its groups of ``per`` (a number or another letter),
+    or just ``more``."""
 
     letter: str | None
     times: str | None = None
@@ -95,7 +95,8 @@ class Signature:
     Args:
         shapes: Of each tensor, as ``"S F"``: a letter is the same size everywhere, ``E`` the number of edges. ``"S|1"``
             is one of several shapes, ``"T+1"`` one more than ``T``, ``"H*D"`` a multiple of ``H``, ``"F/8"`` the bytes
-            of ``F`` bits, ``"K/G"`` the blocks of ``G`` columns. Earlier arguments fix the letters, so an error names the later one.
+            of ``F`` bits, ``"K/G"`` the blocks of ``G`` columns. Earlier arguments fix the letters, so an error names
+            the later one.
         sizes: Integer arguments that fix a letter.
         choices: The values that an argument can have.
         pointers: Tensors that rise from 0 to ``E``.
