@@ -92,7 +92,7 @@ class Format(ABC):
             block_size=self._block_size,
             dtype=x.dtype,
             layout=layout,
-            name=str(self),
+            name=name_of(self),
         )
 
     def _rows(self, name: str, x: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
@@ -161,6 +161,12 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None, None, None
+
+
+@torch.compiler.assume_constant_result  # a compiler may take widths for variables, of which it makes no strings
+def name_of(fmt: Format) -> str:
+    """The name of a format, for traces."""
+    return str(fmt)
 
 
 def _stored(codes: Tensor, layout: Layout) -> Tensor:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qgnn import ops
 from qgnn.autocast import without_autocast
@@ -119,7 +118,8 @@ class _MixedLinear(torch.autograd.Function):
             w = round_rows(_wide(weight), plan.weight, "row", stream_of(seed, _WEIGHT))
             if given is None:
                 assert x is not None
-                y, kept = _of_rows(x, w, bias, plan, seed, ctx.needs_input_grad[1])
+                keep = ctx.needs_input_grad[1] and not torch.compiler.is_exporting()
+                y, kept = _of_rows(x, w, bias, plan, seed, keep)
             else:
                 y = product(operand_of(given), w, bias, "forward")
                 kept = _Kept(codes=given) if given.columns is None else _Kept(columns=given.columns)
@@ -129,18 +129,46 @@ class _MixedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, seed, *tensors = ctx.saved_tensors
-        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        with without_autocast(grad.device.type):
-            g = round_rows(grad, ctx.plan.grad, ctx.plan.granularity, stream_of(seed, _GRAD))
-            dx = _input_grad(g, weight, ctx.plan, seed).to(ctx.x_dtype) if needs_dx else None
-            dw = None
-            if needs_dw:
-                dw = _weight_grad(grad, g, ctx.kept.with_tensors(tensors), ctx.plan, seed).to(weight.dtype)
-            db = grad.sum(0).to(ctx.bias_dtype) if needs_db else None
-        return dx, dw, db, None, None, None
+        run = _gradients if torch.compiler.is_compiling() else _Gradients.apply
+        options = (ctx.needs_input_grad[:3], ctx.x_dtype, ctx.bias_dtype)
+        return (
+            *run(grad, weight, seed, ctx.plan, ctx.kept.with_tensors(tuple(tensors) or None), *options),
+            *(None,) * 3,
+        )
+
+
+def _gradients(
+    grad: Tensor,
+    weight: Tensor,
+    seed: Tensor | None,
+    plan: Plan,
+    kept: _Kept,
+    needs: tuple[bool, ...],
+    x_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+) -> tuple[Tensor | None, ...]:
+    needs_dx, needs_dw, needs_db = needs
+    with without_autocast(grad.device.type):
+        g = round_rows(grad, plan.grad, plan.granularity, stream_of(seed, _GRAD))
+        dx = _input_grad(g, weight, plan, seed).to(x_dtype) if needs_dx else None
+        dw = _weight_grad(grad, g, kept, plan, seed).to(weight.dtype) if needs_dw else None
+        db = grad.sum(0).to(bias_dtype) if needs_db else None
+    return dx, dw, db
+
+
+class _Gradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor | None, ...]:
+        return _gradients(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            "'linear' has no second derivatives, which a gradient of a gradient (create_graph=True) needs; use PyG's "
+            "layer or a torch function there"
+        )
 
 
 def _of_rows(
@@ -221,7 +249,7 @@ def _packed(rows: Operand, fmt: Format | None, dtype: torch.dtype) -> QTensor:
     assert rows.scale is not None
     scales = rows.scale[:, None]
     layout = Layout(fmt.bits, tuple(rows.codes.shape))
-    return QTensor(layout.store(rows.codes), scales, dtype=dtype, layout=layout)
+    return QTensor(layout.store(rows.codes), scales, dtype=dtype, layout=layout, name=rows.name)
 
 
 def _becomes_codes(fmt: Format | None) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qgnn import ops, trace
 from qgnn.formats import Format, Int
+from qgnn.formats._format import name_of
 from qgnn.qtensor import QTensor
 from qgnn.rng import stream_key
 from qgnn.rounding import Grid, shared_scale
@@ -74,15 +75,17 @@ def round_rows(rows: Tensor, fmt: Format | None, granularity: str, seed: Tensor 
     per_tensor = granularity == "tensor"
     if isinstance(fmt, Int) and fmt.symmetric:
         codes, scale = ops.quantize(rows, seed, fmt.bits, granularity, 1)
-        return Operand(str(fmt), codes=codes, scale=scale)
+        return Operand(name_of(fmt), codes=codes, scale=scale)
     grid = getattr(fmt, "grid", None)
     if grid is not None and grid.is_integer:
         flat = rows.reshape(1, -1) if per_tensor and not grid.block_size else rows
         codes, exponent = ops.quantize_shared(flat, seed, 0, *grid)
         if grid.block_size:
-            return Operand(str(fmt), codes=codes, exponent=exponent, grid=grid)
-        return Operand(str(fmt), codes=codes.view(rows.shape), scale=shared_scale(exponent, grid).view(-1))
-    return Operand(str(fmt), values=fmt.quantize(rows.float(), None if per_tensor else -1, seed))
+            return Operand(name_of(fmt), codes=codes, exponent=exponent, grid=grid)
+        return Operand(name_of(fmt), codes=codes.view(rows.shape), scale=shared_scale(exponent, grid).view(-1))
+    return Operand(
+        name_of(fmt), values=fmt.quantize(rows.float(), None if per_tensor and fmt.scales_slices else -1, seed)
+    )
 
 
 def operand_of(q: QTensor) -> Operand:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qgnn.config import QConfig
 from qgnn.formats import Format, Int
+from qgnn.formats._format import name_of
 from qgnn.functional._operands import round_rows, stream_of
 from qgnn.qtensor import QTensor
 
@@ -57,7 +58,7 @@ def message_rows(
         return rounded(x, fmt, config.granularity, stream_of(seed, _MESSAGES + number)), None
     origin = x if x.requires_grad and torch.is_grad_enabled() else None
     assert rows.codes is not None
-    return QTensor(rows.codes, rows.scale[:, None], dtype=x.dtype, origin=origin, name=str(fmt)), kernel
+    return QTensor(rows.codes, rows.scale[:, None], dtype=x.dtype, origin=origin, name=name_of(fmt)), kernel
 
 
 def is_row_coded(q: QTensor) -> bool:

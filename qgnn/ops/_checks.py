@@ -46,19 +46,21 @@ _OF_ATTENTION = {"att": ("target_scale", "source_scale"), "query": ("query_scale
 
 @dataclass(frozen=True)
 class _Dimension:
-    """A size of a shape: ``times`` that of a letter plus ``more``, the bytes of so many ``bits``, or just ``more``."""
+    """A size of a shape: ``times`` that of a letter plus ``more``, its groups of ``per`` (a number or another letter),
+    or just ``more``."""
 
     letter: str | None
     times: str | None = None
     more: int = 0
-    bits: bool = False
+    per: str | None = None
 
     @staticmethod
     def parse(text: str) -> _Dimension:
         if text.isdigit():
             return _Dimension(None, more=int(text))
-        if text.endswith("/8"):
-            return _Dimension(text.removesuffix("/8"), bits=True)
+        if "/" in text:
+            letter, per = text.split("/")
+            return _Dimension(letter, per=per)
         times, _, letter = text.removesuffix("+1").rpartition("*")
         return _Dimension(letter, times or None, int(text.endswith("+1")))
 
@@ -66,8 +68,9 @@ class _Dimension:
         """Whether ``size`` is right; a new letter gets its part of it."""
         if self.letter is None:
             return _may_hold(size == self.more)
-        if self.bits:
-            return _may_hold(size == (sizes[self.letter] + 7) // 8)
+        if self.per is not None:
+            per = int(self.per) if self.per.isdigit() else sizes[self.per]
+            return _may_hold(size == (sizes[self.letter] + per - 1) // per)
         if self.more:
             size = size - self.more
             if not _may_hold(size >= 0):
@@ -92,7 +95,8 @@ class Signature:
     Args:
         shapes: Of each tensor, as ``"S F"``: a letter is the same size everywhere, ``E`` the number of edges. ``"S|1"``
             is one of several shapes, ``"T+1"`` one more than ``T``, ``"H*D"`` a multiple of ``H``, ``"F/8"`` the bytes
-            of ``F`` bits. Earlier arguments fix the letters, so an error names the later one.
+            of ``F`` bits, ``"K/G"`` the blocks of ``G`` columns. Earlier arguments fix the letters, so an error names
+            the later one.
         sizes: Integer arguments that fix a letter.
         choices: The values that an argument can have.
         pointers: Tensors that rise from 0 to ``E``.

@@ -12,6 +12,7 @@ from qgnn.ops._checks import Signature
 from qgnn.ops._operator import define
 
 PASSES = ("forward", "backward_dx", "backward_dw")
+BLOCK_SIZES, FRACTION_BITS = range(1, 129), range(23)  # what products of blocks are exact for
 
 
 def _matmul_codes(
@@ -24,7 +25,7 @@ def _matmul_codes(
     pass_: str,
     format_name: str,
 ) -> Tensor:
-    operands = (x, x_scale, weight, weight_scale, bias)
+    operands = (x, x_scale, weight, weight_scale.expand(weight.shape[0]).contiguous(), bias)
     return backend.call("matmul", f"matmul.{pass_}", *operands, format_name=format_name)
 
 
@@ -74,16 +75,6 @@ matmul_codes_dw = define(
 )
 
 
-def check_blocks(codes: Tensor, exponent: Tensor, block_size: int) -> None:
-    """Raise unless there is an exponent for each block of a row."""
-    num_blocks = -(-codes.shape[1] // block_size)
-    if exponent.shape[1] != num_blocks:
-        raise ValueError(
-            f"'qgnn::matmul_shared' expects exponents of {num_blocks} blocks, for {codes.shape[1]} columns in blocks "
-            f"of {block_size} (got {exponent.shape[1]})"
-        )
-
-
 def _matmul_shared(
     backend: Backend,
     x: Tensor,
@@ -96,7 +87,6 @@ def _matmul_shared(
     pass_: str,
     format_name: str,
 ) -> Tensor:
-    check_blocks(x, x_exponent, block_size)
     return backend.call(
         "matmul_shared",
         f"matmul.{pass_}",
@@ -129,8 +119,8 @@ matmul_shared = define(
     " int fraction_bits, str pass_, str format_name) -> Tensor",
     _fake_matmul_shared,
     Signature(
-        {"x": "N K", "x_exponent": "N B", "weight": "M K", "weight_exponent": "M B", "bias": "M"},
-        # A block's dot product is exact in fp32, and no scale is below its smallest number.
-        choices={"block_size": range(1, 129), "fraction_bits": range(23), "pass_": PASSES},
+        {"x": "N K", "x_exponent": "N K/G", "weight": "M K", "weight_exponent": "M K/G", "bias": "M"},
+        sizes={"block_size": "G"},
+        choices={"block_size": BLOCK_SIZES, "fraction_bits": FRACTION_BITS, "pass_": PASSES},
     ),
 )

@@ -13,7 +13,11 @@ CHUNK_ELEMENTS = 1 << 20  # 4 MiB of fp32: stays in the last-level cache, and is
 
 
 def row_chunks(num_rows: int, row_elements: int) -> Iterator[slice]:
-    """Slices that cover all rows, of at most ``CHUNK_ELEMENTS`` elements each."""
+    """Slices that cover all rows, of at most ``CHUNK_ELEMENTS`` elements each; one while compiling, which fuses what is
+    done with them and must not depend on their number."""
+    if torch.compiler.is_compiling():
+        yield slice(0, num_rows)
+        return
     step = max(1, CHUNK_ELEMENTS // max(1, row_elements))
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from op_arguments import GRAPH, OPERATORS, E, F, H, K, S, T, arguments_of, codes
+from op_arguments import GRAPH, OPERATORS, E, F, H, K, S, T, arguments_of, codes, exponents
 from op_checks import PLAIN_PRODUCT
 from qgnn import QConfig
 from qgnn.nn import QLinear
@@ -215,6 +215,25 @@ BAD = [
     ("quantize_shared", TypeError, {"x": codes(S, F)}, "'x' in a floating-point type (got torch.int8)"),
     ("quantize_shared", ValueError, {"affine": True}, "a grid of integers of at most 8 bits with a shared power of"),
     ("quantize_shared", ValueError, {"high": 200.0}, "a grid of integers of at most 8 bits with a shared power of"),
+    (
+        "matmul_codes",
+        TypeError,
+        {"x": torch.randn(S, F)},
+        "'x' as int8 codes, since it has a scale (got torch.float32)",
+    ),
+    ("matmul_codes", ValueError, {"weight_scale": torch.rand(2)}, "'weight_scale' of shape [M] or [1] with M = 3"),
+    ("matmul_codes", ValueError, {"pass_": "backward"}, "one of ('forward', 'backward_dx', 'backward_dw')"),
+    ("matmul_codes", ValueError, {"bias": torch.randn(1)}, "'bias' of shape [M] with M = 3 (got [1])"),
+    ("matmul_codes_dw", ValueError, {"x": codes(S + 1, F)}, "'x' of shape [N, K] with N = 5 (got [6, 6])"),
+    ("matmul_codes_dw", TypeError, {"grad": torch.randn(S, H)}, "'grad' as int8 codes, since it has a scale"),
+    ("matmul_codes_dw", TypeError, {"x_scale": torch.rand(S).half()}, "'x_scale' in torch.float32 (got torch.float16)"),
+    ("matmul_shared", ValueError, {"x_exponent": exponents(S, 1)}, "of shape [N, K/G] with G = 4, K = 6, N = 5 (got"),
+    ("matmul_shared", ValueError, {"block_size": 6}, "'x_exponent' of shape [N, K/G] with G = 6, K = 6, N = 5"),
+    ("matmul_shared", ValueError, {"weight_exponent": exponents(H, 3)}, "of shape [M, K/G] with G = 4, K = 6, M = 3"),
+    ("matmul_shared", ValueError, {"block_size": 129}, "'block_size' to be from 1 to 128 (got 129)"),
+    ("matmul_shared", ValueError, {"fraction_bits": 23}, "'fraction_bits' to be from 0 to 22 (got 23)"),
+    ("matmul_shared", TypeError, {"weight_exponent": codes(H, 2)}, "'weight_exponent' in torch.uint8, biased by 127"),
+    ("matmul_shared", TypeError, {"x": torch.randn(S, F)}, "'x' as int8 codes, since it has a scale (got torch.float"),
     ("blocks_pack", ValueError, {"seed": torch.tensor([1.0])}, "'seed' as one torch.int64"),
     (
         "blocks_pack",
