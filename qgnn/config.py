@@ -140,15 +140,6 @@ class QConfig:
         )
 
     @property
-    def tells_inputs_apart(self) -> bool:
-        """Whether constant inputs have another format than those that need a gradient."""
-        return self.format_of("features") != self.format_of("activations")
-
-    def for_activations(self) -> QConfig:
-        """The same config where all inputs are activations."""
-        return replace(self, components=_items({**dict(self.components), "features": self.format_of("activations")}))
-
-    @property
     def is_integer(self) -> bool:
         """Whether all operands are symmetric integers of :attr:`bits`, which fused kernels take."""
         if not self.components:

@@ -36,7 +36,7 @@ Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
 Configs = Mapping[str, "QConfig | None"]
 
-_CONFIGURED = ("config", "epilogue", "reads_activations")  # all that a layer gets
+_CONFIGURED = ("config", "epilogue", "takes_activations")  # all that a layer gets
 
 
 @dataclass

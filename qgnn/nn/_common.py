@@ -42,6 +42,24 @@ def active_config(training: bool, config: QConfig | None) -> QConfig | None:
     return replace(config, rounding="nearest") if torch.compiler.is_compiling() else _nearest(config)
 
 
+def tells_activations(config: QConfig | None) -> bool:
+    """Whether rows that need a gradient have another format than those that need none."""
+    return config is not None and config.format_of("activations") != config.format_of("features")
+
+
+def _as_hidden(config: QConfig) -> QConfig:
+    components = {**dict(config.components), "features": config.format_of("activations")}
+    return replace(config, components=tuple(components.items()))
+
+
+_cached_as_hidden = lru_cache(maxsize=64)(_as_hidden)
+
+
+def hidden_config(config: QConfig) -> QConfig:
+    """The config of a layer whose rows are activations, where autograd does not say so."""
+    return _as_hidden(config) if torch.compiler.is_compiling() else _cached_as_hidden(config)
+
+
 def operand(x: Tensor | QTensor, config: QConfig | None, *, shared: bool = False) -> Tensor | QTensor:
     """``x`` as a layer's products take it: as codes, if that saves rounding it again.
 

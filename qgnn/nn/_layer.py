@@ -16,7 +16,16 @@ from qgnn import trace
 from qgnn.autocast import without_autocast
 from qgnn.config import QConfig, check_product_config
 from qgnn.graph import Graph
-from qgnn.nn._common import activate, active_config, float_rows, has_custom_messages, is_custom, restore_propagate
+from qgnn.nn._common import (
+    activate,
+    active_config,
+    float_rows,
+    has_custom_messages,
+    hidden_config,
+    is_custom,
+    restore_propagate,
+    tells_activations,
+)
 from qgnn.nn.epilogue import Epilogue, check_epilogue
 from qgnn.qtensor import QTensor
 
@@ -28,9 +37,9 @@ class Quantized:
     config: QConfig | None
     epilogue: Epilogue | None
     training: bool
-    reads_activations: bool = False  # whether the input of the last step with gradients needed one, if that matters
     pyg: ClassVar[type[nn.Module]]  # the class that this one stands in for
     has_network: ClassVar[bool] = False  # whether it runs a module that somebody gave it, under their autocast
+    takes_activations = False  # whether the rows of the last training step needed a gradient
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -55,18 +64,26 @@ class Quantized:
 
     @property
     def active(self) -> QConfig | None:
-        """The config of this call: in eval mode, rounding is to nearest. Where no gradient tells features from
-        activations, an input is what it was in the last step of training."""
+        """The config of this call: in eval mode, rounding is to nearest. Rows have the format that those of the last
+        training step had, of features or of activations: without gradients, nothing else tells which they are."""
         config = active_config(self.training, self.config)
-        if config is None or not config.tells_inputs_apart or torch.is_grad_enabled() or not self.reads_activations:
-            return config
-        return config.for_activations()
+        if config is not None and self.takes_activations and not self._learns and tells_activations(config):
+            return hidden_config(config)
+        return config
 
-    def remember_input(self, x: Any) -> None:
-        """Note whether the input of a step needs a gradient, where its format depends on that."""
-        if self.config is not None and self.config.tells_inputs_apart and torch.is_grad_enabled():
-            rows = x if isinstance(x, (tuple, list)) else (x,)
-            self.reads_activations = any(isinstance(part, Tensor) and part.requires_grad for part in rows)
+    @property
+    def _learns(self) -> bool:
+        """Whether this call is that of a training step."""
+        return self.training and torch.is_grad_enabled()
+
+    def remember(self, x: Any) -> None:
+        """Note what the rows of a training step are, for passes without gradients."""
+        if self._learns and tells_activations(self.config):
+            rows = x[0] if isinstance(x, (tuple, list)) else x
+            rows = rows.origin if isinstance(rows, QTensor) else rows
+            takes_activations = isinstance(rows, Tensor) and rows.requires_grad
+            if takes_activations != self.takes_activations:
+                self.takes_activations = takes_activations
 
     @property
     def operands(self) -> str:
@@ -164,12 +181,11 @@ class QuantizedConv(Quantized):
 
 
 def _without_autocast(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Autocast changes nothing in a layer: it computes and returns the type of its input."""
+    """Autocast changes nothing in a layer: it computes and returns the type of its input, whose kind it remembers."""
 
     @wraps(forward)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            self.remember_input(args[0])
+        self.remember(args[0] if args else kwargs.get("x"))
         with without_autocast("cpu"), without_autocast("cuda"), _made_once(self):
             return forward(self, *args, **kwargs)
 
