@@ -1,9 +1,9 @@
-"""What a training step takes of memory in a number format: the GCN of the study of quantized training, two layers of 16,
-on its data sets.
+"""What a training step takes of memory in a number format: the GCN of the study of quantized training, two layers of
+16, on its data sets.
 
-Measured are bytes of tensors, features and all: the features as codes, weights, the optimizer's state, what was prepared
-of the graph, and at its peak what a step makes. The study emulated its formats, which took up to twelve times the memory
-of fp32; so does ``emulated``.
+Measured are bytes of tensors, features and all: the features as codes, weights, the optimizer's state, what was
+prepared of the graph, and at its peak what a step makes. The study emulated its formats, which took up to twelve times
+the memory of fp32; ``emulated`` is that.
 """
 
 import gc
