@@ -99,9 +99,10 @@ def test_rehearsal_writes_whole_records(rehearsal: tuple[subprocess.CompletedPro
         assert (record["peak_mib"] is not None) == (suite == "memory")  # a CPU counts it for a whole process only
 
 
-@pytest.mark.parametrize(
-    "suite", [suite for suite in suites.SUITES if suite not in ("device", "distribution", "threshold")]
-)
+ALONE = ("device", "distribution", "threshold")  # suites without a rival
+
+
+@pytest.mark.parametrize("suite", [suite for suite in suites.SUITES if suite not in ALONE])
 def test_every_case_has_ours_and_a_rival(rehearsal: tuple[subprocess.CompletedProcess, Path], suite: str) -> None:
     providers: dict[tuple[str, str], set[str]] = {}
     for record in suite_records(rehearsal, suite):

@@ -1,4 +1,4 @@
-"""Fake quantization as it is usually written: torch's functions one after the other, under autograd, results in fp32."""
+"""Fake quantization as it is usually written: torch's functions one by one, under autograd, results in fp32."""
 
 from typing import Any
 

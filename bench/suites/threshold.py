@@ -101,8 +101,8 @@ def operands(dataset: str, setting: Setting) -> Operands:
 
 
 def errors(dataset: str, fmt: Format, setting: Setting) -> dict[str, float]:
-    """Means over the operands, and the largest Error_X, rounded to nearest as :func:`qgnn.metrics.select_bits` does. The
-    SQNR is that of the mean noise, since some operands are exact."""
+    """Means over the operands, and the largest Error_X, rounded to nearest as :func:`qgnn.metrics.select_bits` does.
+    The SQNR is that of the mean noise, since some operands are exact."""
     elementwise, norm, noise = [], [], []
     for _, t in operands(dataset, setting):
         rounded = fmt.quantize(t)
