@@ -1,20 +1,26 @@
-"""Plots made of records alone: the speed-up over the best rival, and the memory of a training step."""
+"""Plots made of records alone: the speed-up over the best rival, the memory of a training step, and the accuracy that
+number formats lose by the error of their operands."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .numbers import POINTS, THRESHOLD, Point, points
 from .records import Record
-from .summary import APART, OURS, WARM, WHOLE, Line, lines, machines
+from .summary import APART, OURS, WARM, WHOLE, Line, is_of_formats, lines, machines
 
+MARKERS = {"int": "o", "fixed": "s", "msfp": "^"}
 COLORS = {"quantized": "#1f77b4", "full": "#9ecae1", "peak": "#c6c6c6", "kept": "#525252"}
 
 
 def write(results: Path, folder: Path) -> list[Path]:
-    """PNG files of what was measured on each machine: ``<machine>-steps.png``, ``-primitives.png``, ``-memory.png``."""
+    """PNG files of what was measured on each machine: ``<machine>-steps.png``, ``-primitives.png``, ``-memory.png``,
+    ``-threshold.png``."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for machine, groups in machines(results).items():
+    for machine, measured in machines(results).items():
+        device = measured[0][0]["device"]
+        groups = [group for group in measured if not is_of_formats(group[0]["case"])]
         # A bar is a ratio, and a warm pass has none.
         speed = [n for n in lines(groups) if n.suite not in APART and n.pass_ != WARM and _factors(n)]
         memory = [record for group in groups if group[0]["suite"] == "memory" for record in group if record["ok"]]
@@ -26,8 +32,35 @@ def write(results: Path, folder: Path) -> list[Path]:
         for name, (draw, found) in plots.items():
             if found:
                 written.append(folder / f"{machine}-{name}.png")
-                _save(draw, found, groups[0][0]["device"], written[-1])
+                _save(draw, found, device, written[-1])
+        if of_formats := points(measured):
+            written.append(folder / f"{machine}-threshold.png")
+            _scatter(of_formats, device, written[-1])
     return written
+
+
+def _scatter(found: Sequence[Point], device: str, path: Path) -> None:
+    """Error_X against the drop of accuracy: what the rule says is right of it below and left of it above."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.subplots()
+    for family, marker in MARKERS.items():
+        chosen = [point for point in found if point.family == family]
+        if chosen:
+            errors, drops = ([*values] for values in zip(*((p.errors["error_x"], p.drop) for p in chosen), strict=True))
+            bits = [p.bits for p in chosen]
+            axes.scatter(errors, drops, 16, bits, marker=marker, vmin=2, vmax=8, label=family)
+    axes.axvline(THRESHOLD, color="black", linewidth=0.8)
+    axes.axhline(POINTS, color="black", linewidth=0.8)
+    axes.set_yscale("symlog", linthresh=POINTS)
+    axes.set_xlabel("Error_X, mean over the operands of the first step", fontsize=8)
+    axes.set_ylabel("accuracy below fp32, points", fontsize=8)
+    axes.set_title(f"{device}: a GCN in formats of 2 to 8 bits, by data set", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.colorbar(axes.collections[0], label="bits")
+    figure.legend(loc="outside lower right", ncols=3, fontsize=7)
+    figure.savefig(path, dpi=150)
 
 
 def _save(draw: Any, found: Sequence[Any], device: str, path: Path) -> None:

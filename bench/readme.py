@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import compression
+from . import compression, numbers
 from .summary import commit_of, region, table
 from .tables import accuracy_region, layer_region
 
@@ -103,6 +103,9 @@ def regions(results: Path) -> Iterator[tuple[str, str]]:
             yield name, text
     for name in compression.PARTS:
         if text := compression.region(results, name):
+            yield name, text
+    for name in numbers.REGIONS:
+        if text := numbers.region(results, name):
             yield name, text
     yield ROOFLINE, roofline_region()
     for path in sorted((results / SASS).glob("triton-*.json"))[-1:]:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .numbers import threshold_tables
 from .records import Record, read
 from .summary import APART, FP32, WARM, copy_bandwidth, latest, machines, provenance, rival, table
 from .tables import ACCURACY, DISTRIBUTION, DISTRIBUTION_NOTE, accuracy_rows, distribution_rows
@@ -118,6 +119,8 @@ def markdown(results: Path) -> str:
                 parts.append(table(ACCURACY, list(accuracy_rows(chosen))))
             if suite == "distribution":
                 parts += [table(DISTRIBUTION, list(distribution_rows(chosen))), DISTRIBUTION_NOTE]
+            if suite == "threshold":
+                parts += threshold_tables(chosen)
     return "\n\n".join(parts) if parts else "no records"
 
 

@@ -39,9 +39,11 @@ PAIRS = {
     "codes-in": (("onednn.qlinear int8", "torch fp32"), ("torch._int_mm int8", "torch fp32")),
 }
 # Without a speed-up: no work of ours, one a process, tables of its own, training, statistics, what the machine allows.
-APART = ("optimizer", "memory", "overhead", "blocksize", "accuracy", "distribution", "device")
+APART = ("optimizer", "memory", "overhead", "blocksize", "accuracy", "distribution", "threshold", "device")
 WHOLE = ("train", "layer", "attention")  # suites that README shows at once; the primitives fold
 COMPRESSED = "/sage/"  # in cases of the suite memory that have tables of their own
+FORMATS = "/formats"  # ends such cases, and products in formats
+FAKE = "/fake/"  # in cases that round to formats
 OWN = ("layer",)  # suites with a region of their own
 
 
@@ -64,6 +66,11 @@ def machines(results: Path) -> dict[str, list[list[Record]]]:
         machine: sorted(latest(records), key=lambda group: order.get(group[0]["suite"], len(order)))
         for machine, records in by_machine.items()
     }
+
+
+def is_of_formats(case: str) -> bool:
+    """Whether a case is about number formats, which have a region of their own."""
+    return case.endswith(FORMATS) or FAKE in case
 
 
 def rival(group: Sequence[Record], *precisions: str) -> Record | None:
@@ -211,11 +218,15 @@ def region(results: Path) -> str:
     parts = []
     for machine, groups in machines(results).items():
         parts.append(f"**{machine}**: {provenance(groups)}")
-        speed = [line for line in lines(groups) if line.suite not in (*APART, *OWN)]
+        speed = [line for line in lines(groups) if line.suite not in (*APART, *OWN) and not is_of_formats(line.case)]
         if whole := [_speed_row(line) for line in speed if line.suite in WHOLE]:
             parts.append(table(SPEED, whole))
         memory_groups = [
-            group for group in groups if group[0]["suite"] == "memory" and COMPRESSED not in group[0]["case"]
+            group
+            for group in groups
+            if group[0]["suite"] == "memory"
+            and COMPRESSED not in group[0]["case"]
+            and not group[0]["case"].endswith(FORMATS)
         ]
         if memory := [_memory_row(record) for group in memory_groups for record in group]:
             parts.append(table(MEMORY, memory))

@@ -80,16 +80,18 @@ def test_rehearsal_writes_whole_records(rehearsal: tuple[subprocess.CompletedPro
     (path,) = rehearsal[1].glob(f"*/{suite}.jsonl")
     for record in suite_records(rehearsal, suite):
         around_pyg = suite == "memory" and " pyg " in record["provider"]
-        has_metrics = suite in ("blocksize", "distribution") or around_pyg
-        trains = suite == "accuracy" or (suite == "optimizer" and "/seed" in record["case"])
-        more = ["test_acc"] if trains else ["metrics"] if has_metrics else []
+        in_format = suite == "memory" and record["case"].endswith("/formats")
+        has_metrics = suite in ("blocksize", "distribution", "threshold") or around_pyg or in_format
+        trains = suite in ("accuracy", "threshold") or (suite == "optimizer" and "/seed" in record["case"])
+        more = ["test_acc"] * trains + ["metrics"] * has_metrics
         assert tuple(record) == (*records.FIELDS, *more)
         assert 0 <= record.get("test_acc", 0) <= 1
         assert record["ok"] is True
         assert record["suite"] == suite
         assert record["pass"] in ("forward", "backward", "step", "warm")
         assert 0 < record["p20_ms"] <= record["median_ms"] <= record["p80_ms"]
-        assert 0 <= record["error"] < (0.25 if "gatv2-layer" in record["case"] else 0.15)
+        is_coarse = "gatv2-layer" in record["case"] or "msfp12" in record["provider"]
+        assert 0 <= record["error"] < (0.3 if is_coarse else 0.15)
         assert re.sub(r"[^a-z0-9]+", "-", record["device"].lower()) == path.parent.name
         assert {"python", "qgnn", "torch", "torch_geometric", "triton"} <= set(record["versions"])
         assert datetime.fromisoformat(record["utc"]).utcoffset().total_seconds() == 0
@@ -97,7 +99,10 @@ def test_rehearsal_writes_whole_records(rehearsal: tuple[subprocess.CompletedPro
         assert (record["peak_mib"] is not None) == (suite == "memory")  # a CPU counts it for a whole process only
 
 
-@pytest.mark.parametrize("suite", [suite for suite in suites.SUITES if suite not in ("device", "distribution")])
+ALONE = ("device", "distribution", "threshold")  # suites without a rival
+
+
+@pytest.mark.parametrize("suite", [suite for suite in suites.SUITES if suite not in ALONE])
 def test_every_case_has_ours_and_a_rival(rehearsal: tuple[subprocess.CompletedProcess, Path], suite: str) -> None:
     providers: dict[tuple[str, str], set[str]] = {}
     for record in suite_records(rehearsal, suite):

@@ -1,6 +1,6 @@
 """The dense product of a layer, x W^T + b from fp32 to fp32, and both its gradients, quantization included.
 
-Two more cases: features that are mostly zero, and the product of codes alone.
+More cases: number formats in place of int8, features that are mostly zero, and the product of codes alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import qgnn
-from qgnn import functional
+from qgnn import formats, functional
 from qgnn.ops._backends import c_kernels
 
 from ..harness import Case, Provider, UnavailableError, Work
@@ -31,6 +31,8 @@ from .inputs import (
     tf32,
 )
 from .quantize import quantize_absmax
+
+FORMATS = ("msfp12", "msfp16", "mxint8")  # whose codes the kernel of shared exponents multiplies
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -148,6 +150,26 @@ def _providers(operands: Operands, pass_: str) -> Iterator[Provider]:
         yield Provider("onednn.qlinear int8", operands.onednn, TOLERANCE["int8"])
 
 
+def _of_formats(operands: Operands, pass_: str) -> Iterator[Provider]:
+    """Formats beside int8 and what torch has; their error is that of both operands, as of values in TOLERANCE."""
+    for name in FORMATS:
+        config = qgnn.QConfig(fmt=formats.parse(name))
+        product = partial(functional.linear, config=config)
+        yield Provider(f"qgnn {name}", partial(operands.work, product, pass_), 2 * _error_of(config))
+    product = partial(functional.linear, config=INT8)
+    yield Provider("qgnn int8", partial(operands.work, product, pass_), TOLERANCE["int8"])
+    yield Provider("torch fp32", partial(operands.work, linear, pass_), TOLERANCE["fp32"])
+    if operands.setting.is_cuda:
+        yield Provider("torch tf32", tf32(partial(operands.work, linear, pass_)), TOLERANCE["tf32"])
+    yield Provider("torch bf16", partial(operands.bf16, pass_), TOLERANCE["bf16"])
+
+
+def _error_of(config: qgnn.QConfig) -> float:
+    """The relative error of a rounded normal operand; a product of two has the root of 2 of it."""
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    return float((functional.quantize(x, config, seed=0).dequantize() - x).norm() / x.norm())
+
+
 class _MostlyZero:
     """Constant features x [N, K] of zeros and few ones, weight [M, K], bias [M] and the gradient of the output [N, M].
 
@@ -241,6 +263,9 @@ def cases(setting: Setting) -> Iterator[Case]:
             providers = list(_providers(operands, pass_))
             exact = partial(operands.exact, pass_)
             yield Case(f"{N}x{K}x{M}/fp32-in-out", pass_, exact, providers, operands.num_bytes(pass_))
+            if K == M:
+                found = list(_of_formats(operands, pass_))
+                yield Case(f"{N}x{K}x{M}/formats", pass_, exact, found, operands.num_bytes(pass_))
     N, K, M = WORDNET_SHAPE
     features = _MostlyZero(round(N * setting.scale), K, M, setting)
     for pass_ in ("forward", "warm", "backward"):

@@ -1,5 +1,5 @@
 """What a step takes of memory, of a GCN, of layers with attention and of GraphSAGE under the compressor of activations:
-each provider in a process of its own."""
+each provider in a process of its own. And in number formats, of small graphs: bytes of tensors, in this process."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..harness import Case, Measured, Provider, UnavailableError
 from ..records import ROOT
-from . import layer, sage, train
+from . import formats, layer, sage, train
 from .inputs import Setting
 
 TIMEOUT_SECONDS = 900
@@ -68,3 +68,4 @@ def cases(setting: Setting) -> Iterator[Case]:
         chosen = [p for p in problem.providers() if not setting.quick or p.name in QUICK[name]]
         providers = [Provider(p.name, partial(_measure, name, p.name, setting), p.tolerance) for p in chosen]
         yield Case(problem.name, "step", problem.exact, providers)
+    yield from formats.cases(setting)

@@ -1,16 +1,24 @@
-"""Int8 quantization with stochastic rounding, against eager and compiled torch, and a copy as the ceiling."""
+"""Int8 quantization with stochastic rounding, against eager and compiled torch, and a copy as the ceiling; and fake
+quantization to number formats, against torch's functions one after the other, and a ``torch.round`` as the ceiling."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
 import qgnn
-from qgnn import functional
+from qgnn import formats, functional
+from qgnn.formats import Format
 
 from ..harness import Case, Provider, Work
+from .emulation import rounded
 from .inputs import TOLERANCE, Setting, num_rows, randn
+
+FORMATS = ("msfp12", "msfp16", "fixed8", "fixed8-affine", "mxint8", "mxfp8-e4m3", "mxfp4")
+FORMAT_ROWS, FORMAT_COLUMNS = 20_000, 512
+CODES = "int8-codes"  # the case of what the int8 kernels make of the same values
+NEAREST = qgnn.QConfig(bits=8, rounding="nearest")
 
 
 def quantize_absmax(x: Tensor, granularity: str = "row", dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
@@ -63,6 +71,36 @@ def _case(x: Tensor, granularity: str) -> Case:
     return Case(name, "forward", partial(_exact, x), providers, x.nbytes + x.numel() + 4 * num_scales)
 
 
+def _fake(x: Tensor, fmt: Format) -> Case:
+    """Rounding to nearest, which all providers have to agree on, value by value."""
+    providers = [
+        Provider(f"qgnn {fmt}", lambda: Work(lambda: fmt.quantize(x)), TOLERANCE["fp32"]),
+        Provider(f"torch eager {fmt}", lambda: Work(lambda: rounded(x, fmt)), TOLERANCE["fp32"]),
+    ]
+    return _beside_round(x, str(fmt), lambda: [rounded(x.double(), fmt)], providers, 2 * x.nbytes)
+
+
+def _to_codes(x: Tensor) -> Case:
+    def check() -> list[Tensor]:
+        return [functional.quantize(x, NEAREST).dequantize()]
+
+    ours = Work(lambda: functional.quantize(x, NEAREST), check)
+    providers = [
+        Provider("qgnn int8", lambda: ours, TOLERANCE["int8"]),
+        Provider("torch eager int8", partial(_torch, x, "row", compiled=False), TOLERANCE["int8"]),
+    ]
+    return _beside_round(x, CODES, partial(_exact, x), providers, x.nbytes + x.numel() + 4 * len(x))
+
+
+def _beside_round(
+    x: Tensor, name: str, reference: Callable[[], list[Tensor]], providers: list[Provider], num_bytes: int
+) -> Case:
+    """With ``torch.round``, which reads and writes as much, and has nothing of a format to be held to."""
+    plain = Provider("ceiling: torch.round", lambda: Work(lambda: torch.round(x), reference), TOLERANCE["fp32"])
+    name = "{}x{}/float32/fake/{}".format(*x.shape, name)
+    return Case(name, "forward", reference, [*providers, plain], num_bytes)
+
+
 def cases(setting: Setting) -> Iterator[Case]:
     N = num_rows(setting)
     dtypes = (torch.float32, torch.bfloat16) if setting.is_cuda else (torch.float32,)
@@ -71,3 +109,7 @@ def cases(setting: Setting) -> Iterator[Case]:
             x = randn(N, F, setting=setting, seed=F).to(dtype)
             for granularity in ("row", "tensor"):
                 yield _case(x, granularity)
+    x = randn(round(FORMAT_ROWS * setting.scale), FORMAT_COLUMNS, setting=setting, seed=1)
+    for name in FORMATS:
+        yield _fake(x, formats.parse(name))
+    yield _to_codes(x)

@@ -1,5 +1,6 @@
 """What the suites ``layer`` and ``train`` share: a training step, and how torch's own sparse products make one."""
 
+import math
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric.nn import GCNConv, GINConv, SAGEConv
+
+from qgnn.formats import Format
 
 from ..harness import Work
 from .inputs import Setting, require_bf16, sparse_sum
@@ -23,6 +26,13 @@ LEARNING_RATE = 1e-5  # Adam's work does not depend on it, and the weights stay 
 
 Network = Callable[..., Tensor]
 Context = Callable[[], Any]
+
+
+def tolerance_of(fmt: Format) -> float:
+    """The same bound for a format, from its relative error of normal values: six roundings, and the ReLU that flips."""
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    error = float((fmt.quantize(x) - x).norm() / x.norm())
+    return TOLERANCE["fp32"] + math.sqrt(6) * error + math.sqrt(2 * math.sqrt(2) * error / math.pi)
 
 
 def training_step(
