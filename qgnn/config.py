@@ -93,6 +93,9 @@ class QConfig:
                 f"'QConfig' expects 'block_size' to be a power of two from 2 to 65536 (got {self.block_size})"
             )
         object.__setattr__(self, "components", _checked_components(self.components))
+        shared = self.format_of("features")
+        if self.components and shared is not None and self.is_integer:  # the width that fused kernels read
+            object.__setattr__(self, "bits", shared.bits)
         if isinstance(self.save, Blocks) and not self.is_integer:
             raise ValueError(
                 f"'QConfig' expects save='int8' or 'fp32' where operands have other formats than one symmetric integer "
@@ -146,7 +149,7 @@ class QConfig:
             return self.fmt is None or _is_symmetric(self.fmt)
         first, *others = (self.format_of(name) for name in OPERANDS)
         exact = all(self.format_of(name) is None for name in RESULTS)
-        return exact and _is_symmetric(first) and first.bits == self.bits and all(fmt == first for fmt in others)
+        return exact and _is_symmetric(first) and all(fmt == first for fmt in others)
 
     @property
     def name(self) -> str:

@@ -97,10 +97,17 @@ class QTensor:
         )
 
     def part(self, rows: slice) -> QTensor:
-        """Some rows of a matrix whose codes and scales lie along the columns."""
+        """Some consecutive rows of a matrix.
+
+        Raises:
+            ValueError: If codes or scales lie along the rows, or a step leaves some out.
+        """
         layout = self.layout
+        if (layout is not None and layout.dim == -len(layout.shape)) or rows.step not in (None, 1):
+            raise ValueError(f"'part' expects consecutive rows of codes along the columns (got {rows} of {self!r})")
+        rows = slice(*rows.indices(int(self.shape[0])))
         if layout is not None:
-            layout = replace(layout, shape=(rows.stop - rows.start, *layout.shape[1:]))
+            layout = replace(layout, shape=(max(0, rows.stop - rows.start), *layout.shape[1:]))
 
         def cut(t: Tensor | None) -> Tensor | None:
             return t if t is None or t.shape[0] == 1 < self.shape[0] else t[rows]

@@ -37,7 +37,7 @@ def absmax_scale(absmax: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     finite = absmax < float("inf")
     live = finite & (absmax > FLUSH)
     scale = torch.where(live, absmax * (1.0 / qmax), 0.0).masked_fill_(~finite, float("nan"))
-    numerator = torch.tensor(qmax * (1 - 2.0**-22), dtype=torch.float32, device=absmax.device)
+    numerator = torch.full_like(absmax, qmax * (1 - 2.0**-22))
     return scale, torch.where(live, numerator / absmax, 0.0)
 
 

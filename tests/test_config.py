@@ -102,6 +102,10 @@ def test_components_are_part_of_a_value_whatever_their_order() -> None:
 def test_only_one_symmetric_integer_for_all_operands_is_for_fused_kernels() -> None:
     fused = [QConfig(), QConfig(4), QConfig(fmt=Int(4)), QConfig(4, components={"weights": Int(4), "attention": None})]
     assert all(config.is_integer for config in fused)
+    named = QConfig(components=dict.fromkeys(OPERANDS, Int(4)))
+    assert named.is_integer
+    assert named.bits == 4, "fused kernels read the width"
+    assert QConfig.only(**dict.fromkeys(OPERANDS, Int(8))).with_bits(4).is_integer
     others = [
         QConfig(fmt=Int(8, symmetric=False)),
         QConfig(fmt=FixedPoint(8)),

@@ -11,7 +11,7 @@ from torch import Tensor
 from dense import assert_within, sum_bound
 from op_checks import assert_inputs_unchanged, assert_unbiased, gradients, saved_tensors, shares_memory
 from qgnn import QConfig, QTensor, functional, trace
-from qgnn.formats import MSFP, MXFP4, MXINT8, Blocks, Format, Int, parse
+from qgnn.formats import MSFP, MXFP4, MXINT8, Blocks, FixedPoint, Format, Int, parse
 
 N, K, M = 21, 40, 12  # no multiples of blocks of 16 or 32
 NAMES = ("int4", "int8-affine", "fixed6", "fixed12", "msfp12", "mxint8", "mxfp6-e2m3", "fp8-e4m3")
@@ -326,3 +326,11 @@ def test_linear_compiles_once_and_exports(name: str) -> None:
     for rows in (2, 100):
         x = torch.randn(rows, K)
         torch.testing.assert_close(program(x), product(x))
+
+
+@pytest.mark.parametrize("fmt", [FixedPoint(8), Int(8), Int(4)], ids=str)
+def test_codes_with_scales_of_columns_are_multiplied_by_them(fmt: Any) -> None:
+    x = torch.randn(24, 24) * torch.arange(1.0, 25)[:, None]
+    q, w = fmt.encode(x, 0), torch.randn(5, 24)
+    y = functional.linear(q, w, config=QConfig.only(rounding="nearest", weights=FixedPoint(16)))
+    assert (y - q.dequantize() @ w.t()).abs().max() <= 2.0**-13 * (q.dequantize().abs() @ w.abs().t()).max()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qgnn import QTensor
-from qgnn.formats import Int
+from qgnn.formats import MSFP, Format, Int
 
 CODES = torch.tensor([[1, -2, 3, 0, 5], [-127, 127, 0, 1, -1]], dtype=torch.int8)
 
@@ -92,3 +92,16 @@ def test_qtensor_survives_copies() -> None:
     for other in (copy.deepcopy(q), pickle.loads(pickle.dumps(q))):
         assert torch.equal(other.dequantize(), q.dequantize())
         assert other.codes.data_ptr() != q.codes.data_ptr()
+
+
+@pytest.mark.parametrize("fmt", [Int(4), MSFP(3)], ids=str)
+def test_part_holds_the_rows_of_the_whole(fmt: Format) -> None:
+    x = torch.randn(11, 40)
+    q = fmt.encode(x)
+    for rows in (slice(2, 5), slice(0, 100), slice(-2, None), slice(7, 3)):
+        assert torch.equal(q.part(rows).dequantize(), q.dequantize()[rows])
+        assert q.part(rows).shape == q.dequantize()[rows].shape
+    with pytest.raises(ValueError, match="'part' expects consecutive rows of codes along the columns"):
+        q.part(slice(0, 6, 2))
+    with pytest.raises(ValueError, match="along the columns"):
+        fmt.encode(x, 0).part(slice(0, 2))

@@ -58,13 +58,15 @@ class Format(ABC):
         return self._block_size is None
 
     def encode(self, x: Tensor, dim: int | None = -1, seed: int | Tensor | None = None) -> QTensor:
-        """Quantize ``x``, with scales of slices or of blocks along ``dim``.
+        """Quantize ``x``, with scales of slices or of blocks along ``dim``. Codes are constants, without a gradient:
+        :meth:`quantize` and :func:`qgnn.functional.quantize` pass one on.
 
         Beside what is stored, packed codes pass through one or two bytes a value (four for affine ones above 8 bits),
         and slices that do not lie in rows through a copy; all else is made by parts of 2**20 values.
 
         Args:
-            x: Values of any floating type and shape with at least one dimension.
+            x: Values of any floating type and shape with at least one dimension. Scales are fp32: what is beyond its
+                range is infinite.
             dim: The dimension along which values share a scale: that over which a product sums. Packed codes fill
                 whole bytes along it. ``None``, for formats without blocks: one scale for the whole tensor.
             seed: A seed for stochastic rounding; ``None`` rounds to nearest.

@@ -27,7 +27,8 @@ class FixedPoint(GridFormat):
     unused. A largest magnitude that is itself a power of two is code ``-2**(b-1)`` if it is negative, and clamped to
     ``2**(b-1) - 1`` otherwise. Scales below ``2**(-127 - (b-1))`` do not occur: smaller slices lose bits, down to
     zeros; a largest magnitude above ``2**127`` is clamped to about that. Of an affine slice narrower than 1e-30 all
-    values become the smallest. An infinity or NaN, or a range that is not finite in fp32, makes its slice NaN, and
+    values become the smallest. Of fp16 the code ``-2**(b-1)`` may stand for -65536, which that type turns
+    into -inf. An infinity or NaN, or a range that is not finite in fp32, makes its slice NaN, and
     nothing else.
 
     Args:

@@ -90,18 +90,14 @@ def round_rows(rows: Tensor, fmt: Format | None, granularity: str, seed: Tensor 
 
 def operand_of(q: QTensor) -> Operand:
     """Rows ``[R, C]`` that are codes already, with scales of rows or of blocks of columns."""
-    if q.zero is None and q.block_size is None and q.codes.dtype == torch.int8:
-        return Operand(q.name, codes=q.codes, scale=q.scale.reshape(-1))
-    layout = q.layout
-    if (
-        layout is not None
-        and q.block_size
-        and layout.mantissa_bits is None
-        and layout.dim == -1
-        and q.codes.dtype == torch.int8
-    ):
+    codes, layout = q.codes, q.layout  # unpacked once
+    if q.zero is not None or codes.dtype != torch.int8:
+        return Operand(q.name, values=q.dequantize())
+    if q.block_size is None and q.scales.shape[-1] == 1:
+        return Operand(q.name, codes=codes, scale=q.scale.reshape(-1))
+    if layout is not None and q.block_size and layout.mantissa_bits is None and layout.dim == -1:
         grid = Grid(q.block_size, False, 0, layout.fraction_bits, 0, 0, 0, 0, False)
-        return Operand(q.name, codes=q.codes, exponent=q.scales.view(torch.uint8), grid=grid)
+        return Operand(q.name, codes=codes, exponent=q.scales.view(torch.uint8), grid=grid)
     return Operand(q.name, values=q.dequantize())
 
 

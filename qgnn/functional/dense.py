@@ -85,6 +85,7 @@ def quantize(
         scale.view(*leading, scale.shape[-1] if per_block else 1),
         block_size=config.block_size if per_block else None,
         dtype=x.dtype,
+        name=f"int{config.bits}",
         origin=x if passes_on else None,
         packed=None if blocks is None else packed_rows(rows, blocks, seed if rounding is None else rounding),
     )

@@ -11,7 +11,6 @@ from qgnn.rounding import FLUSH, Grid, power_of_two, scale_by_power
 
 _NAN_EXPONENT = 255
 _BIAS = 127
-_SMALLEST_RANGE = 1e-30
 
 
 def to_blocks(x: Tensor, size: int) -> Tensor:
