@@ -54,6 +54,7 @@ def _scatter(found: Sequence[Point], device: str, path: Path) -> None:
     axes.axvline(THRESHOLD, color="black", linewidth=0.8)
     axes.axhline(POINTS, color="black", linewidth=0.8)
     axes.set_yscale("symlog", linthresh=POINTS)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("Error_X, mean over the operands of the first step", fontsize=8)
     axes.set_ylabel("accuracy below fp32, points", fontsize=8)
     axes.set_title(f"{device}: a GCN in formats of 2 to 8 bits, by data set", fontsize=9)
