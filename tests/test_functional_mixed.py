@@ -334,3 +334,17 @@ def test_codes_with_scales_of_columns_are_multiplied_by_them(fmt: Any) -> None:
     q, w = fmt.encode(x, 0), torch.randn(5, 24)
     y = functional.linear(q, w, config=QConfig.only(rounding="nearest", weights=FixedPoint(16)))
     assert (y - q.dequantize() @ w.t()).abs().max() <= 2.0**-13 * (q.dequantize().abs() @ w.abs().t()).max()
+
+
+def test_large_constants_are_decoded_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same products, however many parts: each row of a result is one of the rows."""
+    x, w = torch.randn(40, 64), torch.randn(5, 64, requires_grad=True)
+    config = QConfig(fmt=MXFP4(), rounding="nearest")
+    whole = functional.linear(functional.quantize(x, config), w, config=config)
+    whole.sum().backward()
+    expected, w.grad = w.grad, None
+    monkeypatch.setattr("qgnn.functional._mixed.CHUNK", 64 * 7)
+    parts = functional.linear(functional.quantize(x, config), w, config=config)
+    parts.sum().backward()
+    torch.testing.assert_close(parts, whole)
+    torch.testing.assert_close(w.grad, expected)

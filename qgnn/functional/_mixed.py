@@ -121,7 +121,7 @@ class _MixedLinear(torch.autograd.Function):
                 keep = ctx.needs_input_grad[1] and not torch.compiler.is_exporting()
                 y, kept = _of_rows(x, w, bias, plan, seed, keep)
             else:
-                y = product(operand_of(given), w, bias, "forward")
+                y = _of_codes(given, w, bias)
                 kept = _Kept(codes=given) if given.columns is None else _Kept(columns=given.columns)
         ctx.save_for_backward(weight, seed, *(kept.tensors if ctx.needs_input_grad[1] else ()))
         ctx.plan, ctx.kept = plan, kept.with_tensors(None)
@@ -190,6 +190,14 @@ def _of_rows(
     if not keep or plan.x is None or not plan.keeps_codes:
         return y, _Kept(x if keep else None)
     return y, _Kept(columns=encode_columns(x, plan.x, plan.granularity, stream_of(seed, _INPUT_T)))
+
+
+def _of_codes(q: QTensor, w: Operand, bias: Tensor | None) -> Tensor:
+    """The product of rows that are codes already; those that stand for floats are decoded by parts."""
+    if len(q.shape) != 2 or q.layout is None or q.layout.mantissa_bits is None:
+        return product(operand_of(q), w, bias, "forward")
+    products = [product(operand_of(q.part(part)), w, bias, "forward") for part in _parts(*q.shape)]
+    return products[0] if len(products) == 1 else torch.cat(products)
 
 
 def encode_rows(x: Tensor, config: QConfig, seed: Tensor | None, origin: Tensor | None) -> QTensor:

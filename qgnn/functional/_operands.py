@@ -18,7 +18,7 @@ from qgnn.qtensor import QTensor
 from qgnn.rng import stream_key
 from qgnn.rounding import Grid, shared_scale
 
-CHUNK = 1 << 20  # values that are turned into fp32 at once, so that no copy of a large matrix is made
+CHUNK = 1 << 18  # values that are turned into fp32 at once, so that no copy of a large matrix is made
 
 
 @dataclass(frozen=True)
