@@ -62,7 +62,7 @@ def shared_exponent(absmax_bits, ROUND_UP: tl.constexpr, MAX_EXPONENT: tl.conste
     return tl.where(absmax_bits < _INFINITY_BITS, tl.minimum(shared, 254), 255)
 
 
-@triton.jit(do_not_specialize=["R", "stream"])
+@triton.jit(do_not_specialize=["R", "size", "stream"])
 def _quantize_grid_kernel(
     # outputs
     y_ptr,

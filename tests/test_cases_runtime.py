@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphs import GRAPHS
 from qgnn import Graph, QConfig, functional, ops, reference, rng
 from qgnn.activation import mask_width
+from qgnn.formats import MSFP, MXFP4, FixedPoint
 
 NEAREST = QConfig(rounding="nearest")
 K, M = 12, 5
@@ -79,6 +80,7 @@ def test_every_operator_has_a_fake() -> None:
         assert ops.blocks_unpack(*packed, 2, x.numel(), torch.float32, None, 0, None, 0, 0).shape == (x.numel(),)
         for out in (
             functional.linear(x, theta, bias, config=config),
+            *(functional.linear(x, theta, bias, config=QConfig(fmt=fmt)) for fmt in (MSFP(3), FixedPoint(4), MXFP4())),
             functional.activation(theta.t(), "elu", bias=bias, residual=theta.t(), config=config),
             functional.spmm(graph, x, weight, config=config),
             functional.spmm(graph, x, weight, "max", config=config),
@@ -143,7 +145,18 @@ class _Launches:
 
 def _run_kernels(num_rows: int, num_edges: int, width: int, num_outputs: int, device: str) -> list[tuple[Any, Any]]:
     """Each launcher once in every variant, beside the reference: ``[(kernel's result, expected), ...]``."""
-    from qgnn.kernels import activation, attention, blocks, matmul, quantize, sddmm, softmax, spmm
+    from qgnn.kernels import (
+        activation,
+        attention,
+        blocks,
+        matmul,
+        matmul_shared,
+        quantize,
+        quantize_grid,
+        sddmm,
+        softmax,
+        spmm,
+    )
 
     codes = torch.randint(-127, 128, (num_rows, width), dtype=torch.int8, device=device)
     grad = torch.randint(-127, 128, (num_rows, num_outputs), dtype=torch.int8, device=device)
@@ -160,11 +173,17 @@ def _run_kernels(num_rows: int, num_edges: int, width: int, num_outputs: int, de
     seed = rng.make_seed(1, device)
     mask = torch.zeros((num_rows, mask_width(width)), dtype=torch.uint8, device=device)
     behind = {"mask": mask, "factor": 2.0}
+    exponents = (torch.full((rows, (width + 15) // 16), 127, dtype=torch.uint8) for rows in (num_rows, num_outputs))
+    blocks_of_codes = tuple(
+        t for pair in zip((codes, theta), exponents, strict=True) for t in (pair[0], pair[1].to(device))
+    )
     signs = {"projection": 8, "projection_seed": seed}
     low = torch.ones((num_rows + 1) // 2, device=device)
     packed = (torch.zeros((low.numel(), 4), dtype=torch.uint8, device=device), low, low)
     calls: list[tuple[Any, str, tuple[Any, ...], dict[str, Any]]] = [
         *((quantize, "quantize", (x,), {"granularity": g, "seed": seed}) for g in ("row", "tensor", "block")),
+        (quantize_grid, "quantize_dequantize", (x, MSFP(3).grid), {"seed": seed}),
+        (matmul_shared, "matmul_shared", blocks_of_codes, {"block_size": 16, "fraction_bits": 6}),
         (matmul, "matmul", (codes, scale, theta, theta_scale), {}),
         (matmul, "matmul_requantize", (codes, scale, theta, theta_scale), {"seed": seed}),
         (matmul, "matmul_dw", (grad, scale, codes, scale), {}),

@@ -199,7 +199,7 @@ def test_names_and_formats(name: str) -> None:
         ("fixed17", r"'FixedPoint' expects 'bits' from 2 to 16 \(got 17\)"),
         ("msfp17", r"'MSFP' expects 'mantissa_bits' from 1 to 7 \(got 8\)"),
         ("msfp12-g24", r"'MSFP' expects 'block_size' to be a power of two \(got 24\)"),
-        ("msfp12-g1", r"'MSFP' expects 'block_size' from 2 to 65536 \(got 1\)"),
+        ("msfp12-g1", r"'MSFP' expects 'block_size' from 2 to 128 \(got 1\)"),
     ],
 )
 def test_parse_rejects(name: str, message: str) -> None:

@@ -61,8 +61,8 @@ class _Inputs:
     def mask(self, width: int) -> Tensor:
         return torch.full((self.num_nodes, mask_width(width)), 255, dtype=torch.uint8, device=self.device)
 
-    def bytes(self, width: int) -> Tensor:
-        return torch.full((self.num_nodes, width), 255, dtype=torch.uint8, device=self.device)
+    def bytes(self, width: int, num_rows: int = 0) -> Tensor:
+        return torch.full((num_rows or self.num_nodes, width), 255, dtype=torch.uint8, device=self.device)
 
     def activation(self, width: int) -> Activation:
         return Activation(relu=True, threshold=1 << 15, seed=self.seed, stream=1, mask=self.mask(width))
@@ -144,8 +144,8 @@ def _matmul_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
     bf16, last = torch.bfloat16, made.activation(256)
 
     def shared(K: int, M: int, G: int, **options: Any) -> Tensor:
-        exponents = made.bytes(-(-K // G))
-        operands = (made.codes(K), exponents, made.codes(K, M), exponents[:M])
+        num_blocks = -(-K // G)
+        operands = (made.codes(K), made.bytes(num_blocks), made.codes(K, M), made.bytes(num_blocks, M))
         return matmul_shared(*operands, block_size=G, fraction_bits=6, **options)
 
     fused, fused_requantize = quantize_matmul, quantize_matmul_requantize

@@ -18,10 +18,9 @@ from torch import Tensor
 
 import qgnn
 from qgnn.cli.model import make_model, train_features
-from qgnn.cli.recipe import Recipe, recipe_for
+from qgnn.cli.recipe import GIVEN, Recipe, recipe_for
 from qgnn.cli.run import Run, train_run
 from qgnn.cli.scheme import FULL_PRECISION, Scheme
-from qgnn.cli.sweep.execute import GIVEN
 from qgnn.cli.task import Task, make_task
 from qgnn.data import DatasetError
 from qgnn.formats import MSFP, FixedPoint, Format, Int

@@ -237,7 +237,7 @@ static void round_rows(const task *job, int64_t R, int64_t threads) {
 }
 
 /* `kind` is INTEGERS, FLOATS or AFFINE; blocks are of `group` columns. */
-EXPORT void qgnn_quantize_dequantize(
+EXPORT void qgnn_quantize_grid_values(
     float *y, const float *x, const int64_t *seed, int64_t stream_key, int64_t R, int64_t C, int64_t stride_x,
     int64_t kind, int64_t group, int64_t round_up, int64_t max_exponent, int64_t fraction_bits, int64_t mantissa_bits,
     int64_t min_exponent, float low, float high, int64_t threads
@@ -248,7 +248,7 @@ EXPORT void qgnn_quantize_dequantize(
 }
 
 /* Codes and exponents of a grid of integers. */
-EXPORT void qgnn_quantize_shared(
+EXPORT void qgnn_quantize_grid_codes(
     int8_t *codes, uint8_t *exponent, const float *x, const int64_t *seed, int64_t stream_key, int64_t R, int64_t C,
     int64_t stride_x, int64_t group, int64_t round_up, int64_t max_exponent, int64_t fraction_bits, float low,
     float high, int64_t threads

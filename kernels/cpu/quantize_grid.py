@@ -27,7 +27,7 @@ def quantize_dequantize(x: Tensor, grid: Any, *, seed: Tensor | None = None, str
     scale = (int(grid.round_up), grid.max_exponent, grid.fraction_bits)
     elements = (grid.mantissa_bits, grid.min_exponent, float(grid.low), float(grid.high))
     sizes = (R, C, rows.stride(0), kind, min(grid.block_size or C, C))
-    launch("qgnn_quantize_dequantize", y, rows, seed, stream_key(stream), *sizes, *scale, *elements)
+    launch("qgnn_quantize_grid_values", y, rows, seed, stream_key(stream), *sizes, *scale, *elements)
     return y.to(x.dtype)
 
 
@@ -42,5 +42,5 @@ def quantize_shared(x: Tensor, grid: Any, *, seed: Tensor | None = None, stream:
     rows = rows_of(x, torch.float32)
     sizes = (R, C, rows.stride(0), min(grid.block_size or C, C))
     scale = (int(grid.round_up), grid.max_exponent, grid.fraction_bits, float(grid.low), float(grid.high))
-    launch("qgnn_quantize_shared", codes, exponent, rows, seed, stream_key(stream), *sizes, *scale)
+    launch("qgnn_quantize_grid_codes", codes, exponent, rows, seed, stream_key(stream), *sizes, *scale)
     return codes, exponent

@@ -8,6 +8,9 @@ from torch_geometric.data import Data
 from qgnn.data import GraphSet
 from qgnn.data.datasets import ENTRIES, key
 
+# What a command line or a sweep may give in place of a recipe's own.
+GIVEN = ("hidden", "layers", "dropout", "lr", "weight_decay", "epochs")
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -68,9 +71,5 @@ def recipe_for(options: argparse.Namespace, data: Data | GraphSet) -> Recipe:
         recipe = Recipe()
     if options.model == "gcn2":
         recipe = replace(recipe, layers=GCN2_LAYERS)
-    given = {
-        field: getattr(options, field)
-        for field in ("hidden", "layers", "dropout", "lr", "weight_decay", "epochs")
-        if getattr(options, field) is not None
-    }
+    given = {field: getattr(options, field) for field in GIVEN if getattr(options, field) is not None}
     return replace(recipe, **given)

@@ -41,7 +41,7 @@ def drill(tmp_path_factory: pytest.TempPathFactory) -> Drill:
         env=os.environ | variables | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     assert ended.returncode == 0, ended.stderr
     return Drill(path, number, json.loads(ended.stdout), ended.stderr)

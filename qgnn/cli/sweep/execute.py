@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from qgnn.cli.recipe import recipe_for
+from qgnn.cli.recipe import GIVEN, recipe_for
 from qgnn.cli.run import train_run
 from qgnn.cli.scheme import Scheme
 from qgnn.cli.sweep.run_spec import BASELINE, NONE, RunSpec
@@ -45,9 +45,6 @@ def execute(run: RunSpec, root: str | None, device: str) -> dict[str, Any]:
         raise RuntimeError(f"the schedule {run.schedule} set no width: this is a run of a fixed one")
     names = ("test_acc", "final_loss", "mean_bits", "widths")
     return {name: value for name, value in result._asdict().items() if name in names}
-
-
-GIVEN = ("hidden", "layers", "dropout", "lr", "weight_decay", "epochs")
 
 
 def scheme_of(run: RunSpec) -> Scheme:
