@@ -62,7 +62,7 @@ def shared_exponent(absmax_bits, ROUND_UP: tl.constexpr, MAX_EXPONENT: tl.conste
     return tl.where(absmax_bits < _INFINITY_BITS, tl.minimum(shared, 254), 255)
 
 
-@triton.jit(do_not_specialize=["R", "size", "stream"])
+@triton.jit(do_not_specialize=["R", "stream"])
 def _quantize_grid_kernel(
     # outputs
     y_ptr,
@@ -76,7 +76,7 @@ def _quantize_grid_kernel(
     R,
     C: tl.constexpr,
     GROUP: tl.constexpr,
-    size,
+    SIZE,
     # strides
     stride_yr: tl.constexpr,
     stride_xr: tl.constexpr,
@@ -104,7 +104,7 @@ def _quantize_grid_kernel(
     """One program owns a tile of whole blocks, ``GROUP`` columns each.
 
     With ``IS_GIVEN`` the tile is a part of blocks that are rows, whose extrema (fp32) are given. With ``IS_FLAT`` there
-    is one such row, of ``size`` values, folded into rows of ``C``: their random bits are the same."""
+    is one such row, of ``SIZE`` values, folded into rows of ``C``: their random bits are the same."""
     COLUMN_TILES: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     GROUPS: tl.constexpr = BLOCK_C // GROUP
     LEVELS: tl.constexpr = HIGH - LOW
@@ -115,7 +115,7 @@ def _quantize_grid_kernel(
     mask_r = offs_r < R
     mask = mask_r[:, None] & (offs_c < C)[None, :]
     if IS_FLAT:
-        mask &= offs_r[:, None] * C + offs_c[None, :] < size
+        mask &= offs_r[:, None] * C + offs_c[None, :] < SIZE
     x = tl.load(x_ptr + offs_r[:, None] * stride_xr + column_offsets(offs_c, stride_xc)[None, :], mask=mask, other=0.0)
     x = x.to(tl.float32).reshape(BLOCK_R * GROUPS, GROUP)
     bits16 = 0
@@ -209,7 +209,7 @@ def _launch(y: Tensor, exponent: Tensor | None, x: Tensor, grid: Any, seed: Tens
             R=R,
             C=C,
             GROUP=config["BLOCK_C"] if group >= C or is_given else group,
-            size=size,
+            SIZE=size,
             stride_yr=strides[0],
             stride_xr=strides[1],
             stride_xc=strides[2],
