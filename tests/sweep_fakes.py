@@ -99,10 +99,10 @@ def sweep(path: Path, number: int, execute: Execute = fake) -> None:
 
     wait_for(is_open)
     with journals[0] as journal:
-        todo = missing(runs_of(number), journal, "cpu", retry_failed=False)
-        if todo:
+        remaining = missing(runs_of(number), journal, "cpu", retry_failed=False)
+        if remaining:
             journal.append(START, **HEADER)
-            carry_out(todo, journal, execute, processes=2, context="fork")
+            carry_out(remaining, journal, execute, processes=2, context="fork")
 
 
 def kill_and_resume(path: Path, number: int, kills: int = 10) -> list[int]:

@@ -54,13 +54,13 @@ def sweep(options: argparse.Namespace) -> int:
     make_folder(folder)
     check_outputs(spec, table, options.plot)
     with Journal(folder / JOURNAL) as journal:
-        todo = missing(spec.runs, journal, device.type, options.retry_failed)[: options.limit]
-        for dataset in dict.fromkeys(run.dataset for run in todo):
+        remaining = missing(spec.runs, journal, device.type, options.retry_failed)[: options.limit]
+        for dataset in dict.fromkeys(run.dataset for run in remaining):
             read(dataset, root)  # before the first run, and in one process, since it may have to be downloaded
         read.cache_clear()
-        if todo:
+        if remaining:
             journal.append(START, **header(spec, options.command_line, device, processes))
-            carry_out(todo, journal, partial(execute, root=root, device=device.type), processes)
+            carry_out(remaining, journal, partial(execute, root=root, device=device.type), processes)
         recorded = journal.runs
     write_table(table, rows_of(spec.runs, recorded))
     shown = panels(spec.runs, recorded)
