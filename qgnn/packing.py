@@ -7,10 +7,43 @@ codes in each group of eight. Each row starts at a byte.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+CHUNK = 1 << 18  # values of a large matrix that are decoded at once: 1 MiB of fp32, which the second-level cache holds
+
+
+def row_parts(num_rows: int, width: int, most: int = CHUNK) -> Iterator[slice]:
+    """Slices that cover all rows, of at most ``most`` values each; one while compiling, which fuses what is done with
+    them and must not depend on their number."""
+    if torch.compiler.is_compiling():
+        yield slice(0, num_rows)
+        return
+    step = max(1, most // max(1, width))
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
+
+
+def per_value(t: Tensor, block_size: int, width: int, dim: int = -1) -> Tensor:
+    """What blocks along a dimension share, once for each of ``width`` values."""
+    return t.repeat_interleave(block_size, dim=dim).narrow(dim, 0, width)
+
+
+def scale_blocks_(values: Tensor, scale: Tensor, block_size: int, dim: int = -1) -> Tensor:
+    """Multiply values in place by the scales of their blocks along a dimension, counted from the end. The last block may
+    be shorter."""
+    width = values.shape[dim]
+    if torch.compiler.is_compiling():  # which fuses the copy, and must not depend on the length of the last block
+        return values.mul_(per_value(scale, block_size, width, dim))
+    whole = width // block_size
+    of_whole, rest = values.split([whole * block_size, width - whole * block_size], dim)
+    first, last = scale.split([whole, scale.shape[dim] - whole], dim)
+    of_whole.unflatten(dim, (whole, block_size)).mul_(first.unsqueeze(dim))
+    rest.mul_(last)
+    return values
 
 
 def packed_bytes(num_codes: int, bits: int) -> int:
@@ -115,8 +148,8 @@ class Layout:
                 return codes.to(torch.int8 if self.signed else torch.uint8)
             return codes.to(FLOAT8[self.mantissa_bits])
         if self.mantissa_bits is not None:
-            codes = self._minifloat_codes(codes.float())
-        return pack(codes.int() if codes.is_floating_point() else codes, self.bits)
+            codes = self._minifloat_codes(codes)
+        return pack(codes, self.bits)
 
     def load(self, storage: Tensor) -> Tensor:
         """The codes of a whole storage: integers, or the floats that codes stand for."""
@@ -124,12 +157,21 @@ class Layout:
             return storage if self.mantissa_bits is None else storage.float()
         codes = unpack(storage.movedim(self.dim, -1), self.bits, self.shape[self.dim])
         if self.mantissa_bits is not None:
-            codes = self._minifloats(storage.device)[codes.int()]
+            codes = self._minifloats(codes)
         elif self.signed:
             sign = 1 << (self.bits - 1)
-            kind = torch.int8 if self.bits < 8 else torch.int32
-            codes = ((codes ^ sign).to(kind) - sign).to(torch.int8 if self.bits < 8 else torch.int16)
+            codes = codes.bitwise_xor_(sign)
+            codes = (codes.view(torch.int8) if self.bits < 8 else codes).sub_(sign).to(self.dtype)
         return codes.movedim(-1, self.dim)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of what :meth:`load` returns."""
+        if self.mantissa_bits is not None:
+            return torch.float32
+        if self.bits <= 8:
+            return torch.int8 if self.signed else torch.uint8
+        return torch.int16 if self.signed else torch.int32
 
     @property
     def min_exponent(self) -> int:
@@ -138,20 +180,23 @@ class Layout:
         return 2 - (1 << (self.bits - self.mantissa_bits - 2))
 
     def _minifloat_codes(self, values: Tensor) -> Tensor:
-        assert self.mantissa_bits is not None
-        exponent = (torch.frexp(values).exponent - 1).clamp_min_(self.min_exponent)
-        exponent.masked_fill_(values == 0, self.min_exponent)  # frexp gives zero the exponent of 1/2
-        # The leading one of a mantissa adds one to the exponent's field; subnormal numbers have none.
-        steps = torch.ldexp(values.abs(), self.mantissa_bits - exponent).int()
-        magnitude = steps + ((exponent - self.min_exponent) << self.mantissa_bits)
-        return magnitude | (values.signbit().int() << (self.bits - 1))
+        dtype, shift, factor = self._in_float8
+        wide = (values.float() * (1 / factor)).to(dtype).view(torch.uint8)
+        return (wide & 127) >> shift | (wide >> 7) << (self.bits - 1)
 
-    def _minifloats(self, device: torch.device) -> Tensor:
-        """The value of each floating-point code."""
+    def _minifloats(self, codes: Tensor) -> Tensor:
+        dtype, shift, factor = self._in_float8
+        sign = 1 << (self.bits - 1)
+        wide = (codes & (sign - 1)) << shift
+        wide |= (codes & sign) << (8 - self.bits)
+        return wide.view(dtype).float().mul_(factor)
+
+    @property
+    def _in_float8(self) -> tuple[torch.dtype, int, float]:
+        """How the numbers are the smallest ones of a type of 8 bits, times a power of two: the type, by how many bits its
+        mantissa is longer, and the factor."""
         assert self.mantissa_bits is not None
-        codes = torch.arange(1 << self.bits, device=device)
-        magnitude = codes & ((1 << (self.bits - 1)) - 1)
-        field = magnitude >> self.mantissa_bits
-        mantissa = magnitude - ((field - 1).clamp_min(0) << self.mantissa_bits)
-        values = torch.ldexp(mantissa.float(), (field - 1).clamp_min(0) + self.min_exponent - self.mantissa_bits)
-        return torch.where(codes >> (self.bits - 1) == 1, -values, values)
+        dtype = FLOAT8[self.mantissa_bits]
+        wide = Layout(8, (), mantissa_bits=3 if dtype == torch.float8_e4m3fn else 2)
+        assert wide.mantissa_bits is not None
+        return dtype, wide.mantissa_bits - self.mantissa_bits, 2.0 ** (self.min_exponent - wide.min_exponent)

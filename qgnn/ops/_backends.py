@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qgnn import reference, trace
 from qgnn.activation import Activation
+from qgnn.packing import per_value
 from qgnn.rounding import shared_scale
 from qgnn.weak_cache import cached
 
@@ -175,7 +176,7 @@ def _relative_error(x: Tensor, results: tuple[Any, ...], options: dict[str, Any]
             scale = shared_scale(scale, grid)
         block_size = (grid.block_size or x.shape[1]) if grid is not None else options.get("block_size")
         per_block = scale.dim() == 2
-        scale = scale.repeat_interleave(block_size, dim=1)[:, : x.shape[1]] if per_block else scale[:, None]
+        scale = per_value(scale, block_size, x.shape[1]) if per_block else scale[:, None]
         restored = codes.float() * scale
     if options.get("mask") is not None:
         x, _ = reference.activation_backward(x, options["mask"], factor=options["factor"])
