@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +71,7 @@ def plan_of(config: QConfig, x: Tensor | QTensor) -> Plan:
 def mixed_linear(x: Tensor | QTensor, weight: Tensor, bias: Tensor | None, plan: Plan, seed: Tensor | None) -> Tensor:
     """``x weight^T + bias`` with operands in the formats of ``plan``, forward and backward, of ``x``'s type."""
     given, values = (rows_of(x), x.origin) if isinstance(x, QTensor) else (None, x)
-    rows = None if values is None else values.reshape(values.shape[:-1].numel(), values.shape[-1])
+    rows = None if values is None else values.reshape(prod(values.shape[:-1]), values.shape[-1])
     y = _MixedLinear.apply(rows, weight, bias, seed, plan, given)
     return y.view(*x.shape[:-1], weight.shape[0]).to(x.dtype)
 
@@ -188,6 +189,7 @@ def _of_rows(
         for number, part in enumerate(parts):
             rows = round_rows(_wide(x[part]), plan.x, "row", stream_of(x_seed, _PARTS + number))
             y[part] = product(rows, w, bias, "forward")
+    del rows  # what is made of the columns takes its place
     if not keep or plan.x is None or not plan.keeps_codes:
         return y, _Kept(x if keep else None)
     return y, _Kept(columns=encode_columns(x, plan.x, plan.granularity, stream_of(seed, _INPUT_T)))
@@ -225,7 +227,7 @@ def encode_rows(x: Tensor, config: QConfig, seed: Tensor | None, origin: Tensor 
         )
     q = fmt.encode(x, None if config.granularity == "tensor" and fmt.scales_slices else -1, stream_of(seed, _INPUT))
     if not (fmt.is_integer and fmt.scales_slices):
-        rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+        rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
         q = replace(q, columns=encode_columns(rows, fmt, config.granularity, stream_of(seed, _INPUT_T)))
     return replace(q, origin=origin)
 

@@ -7,6 +7,7 @@ integers with shared exponents in theirs; any other pair is multiplied in fp32, 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -110,12 +111,14 @@ def rows_of(q: QTensor) -> QTensor:
             f"{layout.dim}); encode with dim=-1"
         )
 
+    num_rows = prod(lead)
+
     def flat(t: Tensor) -> Tensor:
-        shared = t.shape[:-1].numel() == 1 < lead.numel()
-        return (t if shared else t.expand(*lead, t.shape[-1])).reshape(1 if shared else lead.numel(), t.shape[-1])
+        shared = prod(t.shape[:-1]) == 1
+        return t.reshape(1, -1) if shared else t.expand(*lead, -1).reshape(num_rows, t.shape[-1])
 
     if layout is not None:
-        layout = replace(layout, shape=(lead.numel(), q.shape[-1]))
+        layout = replace(layout, shape=(num_rows, q.shape[-1]))
     zero = None if q.zero is None else flat(q.zero)
     return replace(q, storage=flat(q.storage), scales=flat(q.scales), zero=zero, origin=None, layout=layout)
 
