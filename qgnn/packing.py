@@ -33,8 +33,8 @@ def per_value(t: Tensor, block_size: int, width: int, dim: int = -1) -> Tensor:
 
 
 def scale_blocks_(values: Tensor, scale: Tensor, block_size: int, dim: int = -1) -> Tensor:
-    """Multiply values in place by the scales of their blocks along a dimension, counted from the end. The last block may
-    be shorter."""
+    """Multiply values in place by the scales of their blocks along a dimension, which is counted from the end; the last
+    block may be shorter."""
     width = values.shape[dim]
     if torch.compiler.is_compiling():  # which fuses the copy, and must not depend on the length of the last block
         return values.mul_(per_value(scale, block_size, width, dim))
@@ -193,8 +193,8 @@ class Layout:
 
     @property
     def _in_float8(self) -> tuple[torch.dtype, int, float]:
-        """How the numbers are the smallest ones of a type of 8 bits, times a power of two: the type, by how many bits its
-        mantissa is longer, and the factor."""
+        """Codes of fewer bits are the lowest ones of a type of 8 bits, times a power of two: the type, by how many bits
+        its mantissa is longer, and the factor."""
         assert self.mantissa_bits is not None
         dtype = FLOAT8[self.mantissa_bits]
         wide = Layout(8, (), mantissa_bits=3 if dtype == torch.float8_e4m3fn else 2)

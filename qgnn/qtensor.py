@@ -122,14 +122,26 @@ class QTensor:
         return replace(self, storage=storage, scales=scales, zero=zero, origin=None, columns=None, layout=layout)
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What autograd saves of it; :meth:`with_tensors` puts it together again."""
+        return self.storage, self.scales, self.zero
+
+    def with_tensors(
+        self, storage: Tensor | None = None, scales: Tensor | None = None, zero: Tensor | None = None
+    ) -> QTensor:
+        """The same values in other tensors, or what is left of the record without any."""
+        alone = replace(self, origin=None, packed=None, columns=None)
+        return replace(alone, storage=storage, scales=scales, zero=zero)  # type: ignore[arg-type]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and zero points together, of :attr:`columns` too."""
-        own = sum(t.nbytes for t in (self.storage, self.scales, self.zero) if t is not None)
+        own = sum(t.nbytes for t in self.tensors if t is not None)
         return own if self.columns is None else own + self.columns.nbytes
 
     def dequantize(self) -> Tensor:
-        """The values that the codes stand for, of type :attr:`dtype`. Beside them no copy is made of a large tensor whose
-        codes do not lie along its first dimension."""
+        """The values that the codes stand for, of type :attr:`dtype`; of a large tensor part by part, unless codes lie
+        along its first dimension."""
         if torch.compiler.is_compiling() or not self.has_parts or self.shape.numel() <= CHUNK:
             return self._decoded()
         values = torch.empty(self.shape, dtype=self.dtype, device=self.device)

@@ -92,16 +92,15 @@ class _Kept(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         q = self.codes or self.columns
-        return (self.rows, None, None) if q is None else (q.storage, q.scales, q.zero)
+        return (self.rows, None, None) if q is None else q.tensors
 
-    def with_tensors(self, tensors: tuple[Tensor | None, ...] | None) -> _Kept:
+    def with_tensors(self, *tensors: Tensor | None) -> _Kept:
         """The same with other tensors, or without any."""
-        q = self.codes or self.columns
-        if q is None:
-            return _Kept(None if tensors is None else tensors[0])
-        storage, scales, zero = (None,) * 3 if tensors is None else tensors
-        q = replace(q, storage=storage, scales=scales, zero=zero, origin=None, columns=None)  # type: ignore[arg-type]
-        return _Kept(None, q, None) if self.codes is not None else _Kept(None, None, q)
+        if self.codes is not None:
+            return _Kept(codes=self.codes.with_tensors(*tensors))
+        if self.columns is not None:
+            return _Kept(columns=self.columns.with_tensors(*tensors))
+        return _Kept(tensors[0] if tensors else None)
 
 
 class _MixedLinear(torch.autograd.Function):
@@ -125,7 +124,7 @@ class _MixedLinear(torch.autograd.Function):
                 y = _of_codes(given, w, bias)
                 kept = _Kept(codes=given) if given.columns is None else _Kept(columns=given.columns)
         ctx.save_for_backward(weight, seed, *(kept.tensors if ctx.needs_input_grad[1] else ()))
-        ctx.plan, ctx.kept = plan, kept.with_tensors(None)
+        ctx.plan, ctx.kept = plan, kept.with_tensors()
         ctx.x_dtype, ctx.bias_dtype = (None if t is None else t.dtype for t in (x, bias))
         return y
 
@@ -135,7 +134,7 @@ class _MixedLinear(torch.autograd.Function):
         run = _gradients if torch.compiler.is_compiling() else _Gradients.apply
         options = (ctx.needs_input_grad[:3], ctx.x_dtype, ctx.bias_dtype)
         return (
-            *run(grad, weight, seed, ctx.plan, ctx.kept.with_tensors(tuple(tensors) or None), *options),
+            *run(grad, weight, seed, ctx.plan, ctx.kept.with_tensors(*tensors), *options),
             *(None,) * 3,
         )
 
@@ -178,7 +177,7 @@ def _of_rows(
     """The product of rows that are to be rounded, and what is kept of them."""
     x_seed = stream_of(seed, _INPUT)
     # Each part draws random bits of its own: another length would round otherwise.
-    parts = list(row_parts(*x.shape, CHUNK)) if plan.granularity == "row" else []
+    parts = list(row_parts(x.shape[0], x.shape[1], CHUNK)) if plan.granularity == "row" else []
     if len(parts) < 2 or _becomes_codes(plan.x):
         rows = round_rows(_wide(x), plan.x, plan.granularity, x_seed)
         y = product(rows, w, bias, "forward")
@@ -204,7 +203,7 @@ def _of_codes(q: QTensor, w: Operand, bias: Tensor | None) -> Tensor:
 
 def _by_parts(q: QTensor, dim: int, run: Callable[[Operand], Tensor]) -> Tensor:
     """The matrix that ``run`` makes of rows, each a row (``dim=0``) or a column, with few of them unpacked at once."""
-    parts = list(row_parts(*q.shape, CHUNK)) if q.has_parts else []
+    parts = list(row_parts(q.shape[0], q.shape[1], CHUNK)) if q.has_parts else []
     if len(parts) < 2:
         return run(operand_of(q))
     out: Tensor | None = None

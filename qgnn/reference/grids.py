@@ -24,7 +24,7 @@ def from_blocks(blocks: Tensor, width: int) -> Tensor:
     return blocks.flatten(1)[:, :width]
 
 
-# A trailing underscore: the first argument is a copy of the caller's, which is used up. What is rounded are large parts.
+# A trailing underscore: the first argument is the caller's own copy, which is used up, as parts are large.
 
 
 def _round_(x: Tensor, bits16: Tensor | None) -> Tensor:
