@@ -16,7 +16,7 @@ from torch import Tensor
 CHUNK = 1 << 18  # values of a large matrix that are decoded at once: 1 MiB of fp32, which the second-level cache holds
 
 
-def row_parts(num_rows: int, width: int, most: int = CHUNK) -> Iterator[slice]:
+def row_parts(num_rows: int, width: int, most: int) -> Iterator[slice]:
     """Slices that cover all rows, of at most ``most`` values each; one while compiling, which fuses what is done with
     them and must not depend on their number."""
     if torch.compiler.is_compiling():

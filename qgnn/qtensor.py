@@ -145,7 +145,7 @@ class QTensor:
         if torch.compiler.is_compiling() or not self.has_parts or self.shape.numel() <= CHUNK:
             return self._decoded()
         values = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        for rows in row_parts(self.shape[0], self.shape[1:].numel()):
+        for rows in row_parts(self.shape[0], self.shape[1:].numel(), CHUNK):
             values[rows] = self.part(rows)._decoded()
         return values
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qgnn.packing import Layout, pack, packed_bytes, unpack
+from qgnn.packing import Layout, pack, packed_bytes, row_parts, scale_blocks_, unpack
 
 
 @pytest.mark.parametrize("bits", range(1, 17))
@@ -66,3 +66,22 @@ def test_layouts_lie_along_any_dimension(bits: int, dim: int) -> None:
     assert storage.shape[dim] == packed_bytes(codes.shape[dim], bits)
     assert layout.load(storage).dtype == (torch.int8 if bits <= 8 else torch.int16)
     assert torch.equal(layout.load(storage).short(), codes)
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize("width", [0, 1, 3, 4, 5, 8])
+def test_blocks_are_scaled_each_by_its_own(width: int, dim: int) -> None:
+    """Blocks of four, the last one as long as it is; in place, also of a view."""
+    values, scale = torch.randn(2, width, 3), torch.randn(2, -(-width // 4), 3)
+    if dim == -1:
+        values, scale = (t.transpose(1, 2).contiguous().movedim(0, 1) for t in (values, scale))
+    expected = values * torch.stack([scale.select(dim, i // 4) for i in range(width)], dim) if width else values.clone()
+    assert scale_blocks_(values, scale, 4, dim) is values
+    assert torch.equal(values, expected)
+
+
+def test_parts_cover_all_rows_once() -> None:
+    for num_rows, width, most in ((0, 5, 7), (3, 5, 7), (3, 5, 10), (3, 5, 100), (4, 0, 1), (2, 9, 1)):
+        parts = list(row_parts(num_rows, width, most))
+        assert [i for part in parts for i in range(num_rows)[part]] == list(range(num_rows))
+        assert all((part.stop - part.start) * width <= max(most, width) for part in parts)

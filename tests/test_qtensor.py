@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qgnn import QTensor
-from qgnn.formats import MSFP, Format, Int
+from qgnn.formats import MSFP, MXFP4, FixedPoint, Format, Int
 
 CODES = torch.tensor([[1, -2, 3, 0, 5], [-127, 127, 0, 1, -1]], dtype=torch.int8)
 
@@ -44,6 +44,18 @@ def test_dequantize_along_another_dimension() -> None:
 def test_dequantize_returns_the_quantized_type(dtype: torch.dtype) -> None:
     value = QTensor(CODES, torch.tensor([[0.1], [0.3]]), dtype=dtype).dequantize()
     assert torch.equal(value, (CODES * torch.tensor([[0.1], [0.3]])).to(dtype))
+
+
+@pytest.mark.parametrize("dim", [-1, -2, 0])
+@pytest.mark.parametrize("fmt", [Int(4, symmetric=False), FixedPoint(12), MSFP(3), MXFP4()], ids=str)
+def test_large_tensors_are_decoded_by_parts(fmt: Format, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same values; those whose codes lie along the first dimension as a whole."""
+    q = fmt.encode(torch.randn(5, 9, 40).bfloat16(), dim)
+    whole, sizes, decoded = q.dequantize(), [], QTensor._decoded
+    monkeypatch.setattr("qgnn.qtensor.CHUNK", 2 * 9 * 40)
+    monkeypatch.setattr(QTensor, "_decoded", lambda q: sizes.append(len(q.codes)) or decoded(q))
+    assert torch.equal(q.dequantize(), whole)
+    assert sizes == ([5] if dim == 0 else [2, 2, 1])
 
 
 def test_dequantize_shows_a_poisoned_row() -> None:

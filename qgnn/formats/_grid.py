@@ -85,7 +85,12 @@ class GridFormat(Format):
 
     def _scales(self, exponent: Tensor) -> Tensor:
         """Shared exponents as they are stored: of blocks those, of slices the fp32 factors of codes."""
-        return exponent.view(torch.float8_e8m0fnu) if self.grid.block_size else shared_scale(exponent, self.grid)
+        # torch's own compiler has no code for numbers of the exponents' type, only for their bytes, which products of
+        # integers read.
+        converted = torch.compiler.is_compiling() and not self.is_integer
+        if self.grid.block_size and not converted:
+            return exponent.view(torch.float8_e8m0fnu)
+        return shared_scale(exponent, self.grid)
 
     def quantize(self, x: Tensor, dim: int | None = -1, seed: int | Tensor | None = None) -> Tensor:
         """Fake quantization in one pass over the values; see :meth:`Format.quantize`."""

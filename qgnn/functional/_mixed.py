@@ -3,7 +3,9 @@
 Of a product ``y = x w^T`` each operand is rounded along the dimension that is summed over: ``x`` and ``w`` along the
 features, for ``dx = g w`` the gradient ``g`` and ``w`` along the outputs, for ``dw = g^T x`` both along the rows. What
 is kept of ``x`` for ``dw`` are packed codes: those of the forward pass where rows have a scale each, which the product
-folds into ``g``; else ``x`` rounded once more, along its rows.
+folds into ``g``; else ``x`` rounded once more, along its rows. With ``save="fp32"`` ``x`` itself is kept, and rounded
+along its rows in the backward pass, so ``dw`` does not see the rounding of the forward pass. Of codes that are given
+without their columns ``dw`` takes the values.
 """
 
 from __future__ import annotations

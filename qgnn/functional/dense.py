@@ -38,7 +38,7 @@ def quantize(
     ``"features"`` where it has formats by component; a format of :mod:`qgnn.formats` encodes along the last dimension,
     and rounds at random only if a ``seed`` is given. Constant input features can be quantized once and passed to layers
     in place of ``x``; a config of a format with blocks then stores them twice, with blocks along either dimension,
-    since the gradient of a weight sums over the rows.
+    since the gradient of a weight sums over the rows, those of all sets ``[B, N, F]`` together.
 
     Args:
         x: Values.
@@ -114,8 +114,14 @@ def linear(
     rounding ``y`` and the gradients are unbiased. After `"Tango: Rethinking Quantization for Graph Neural Network
     Training on GPUs" <https://arxiv.org/abs/2308.00890>`_.
 
+    With formats by component each of the three products rounds its operands along the dimension that it sums over. The
+    gradient of ``weight`` sums over the rows: for it ``x`` is rounded along these, in the forward pass, where the codes
+    are kept, or with ``save="fp32"`` in the backward pass. Where rows have an integer format with a scale each, their
+    codes serve both products, unless ``save="fp32"``.
+
     Args:
-        x: Input rows; a :class:`qgnn.QTensor` of row or tensor granularity is used as it is.
+        x: Input rows; a :class:`qgnn.QTensor` of row or tensor granularity is used as it is, and one of any format with
+            a ``config`` that has formats by component.
         weight: As in :class:`torch.nn.Linear`.
         bias: Added in fp32.
         activation: ``"relu"`` to apply it to ``y``: with ``config`` in the product's own pass, and what is kept of it

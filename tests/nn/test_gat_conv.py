@@ -10,7 +10,7 @@ from torch_geometric.nn import GATConv
 from graphs import GRAPHS, RECTANGULAR
 from layer_cases import assert_same_pass, kept_bytes
 from qgnn import QConfig, QTensor, functional
-from qgnn.formats import Int
+from qgnn.formats import MXFP4, Int
 from qgnn.nn import QGATConv, _attention
 from qgnn.nn._attention import score_product
 from qgnn.nn._edges import LoopedEdges
@@ -22,6 +22,7 @@ CODES: dict[str, Callable[[Tensor], QTensor]] = {
     "tensor": lambda x: functional.quantize(x, QConfig(granularity="tensor")),
     "block": lambda x: functional.quantize(x, QConfig(granularity="block", block_size=4)),
     "zero": lambda x: Int(8, symmetric=False).encode(x),
+    "packed": lambda x: MXFP4().encode(x),
 }
 
 
@@ -45,6 +46,13 @@ def test_scores_of_a_frozen_weight_keep_no_rows() -> None:
         assert kept_bytes(lambda codes=codes: score_product(x, codes, weight), ignore=(weight,)) == 0
         learned = weight.clone().requires_grad_()
         assert kept_bytes(lambda codes=codes, w=learned: score_product(x, codes, w), ignore=(learned,)) >= N * K
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_scores_of_given_codes_keep_these(kind: str) -> None:
+    """And nothing beside: they are all that there is of the rows."""
+    q, weight = CODES[kind](torch.randn(N, K)), torch.randn(H, K, requires_grad=True)
+    assert kept_bytes(lambda: score_product(q, q, weight), ignore=(weight,)) == q.nbytes
 
 
 @pytest.mark.parametrize(
