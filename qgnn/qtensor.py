@@ -32,8 +32,8 @@ class QTensor:
         packed: The :class:`qgnn.ops.Packed` rows that products keep in place of the codes, the same for all of them;
             ``None``: each its own, if any.
         layout: How codes lie in ``storage``; ``None`` for one stored number a code.
-        columns: The same values once more as ``[F, N]``, with codes and scales along ``N``: what products of formats
-            with blocks need for the gradient of their weight.
+        columns: The same values once more as ``[F, N]``, with codes and scales along ``N``, all rows of several sets:
+            what products of formats with blocks need for the gradient of their weight.
         name: Of the format, for traces.
     """
 

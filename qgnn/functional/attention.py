@@ -42,7 +42,9 @@ def attention(
 
     With a ``config`` rows and the incoming gradient are rounded, with a scale for each head of a row. Scores, softmax
     and sums are full precision, so with stochastic rounding the result is unbiased, and given it, so is every gradient;
-    that of ``score_target`` is exact, and 0 where the scores of a target's edges all have one sign.
+    that of ``score_target`` is exact, and 0 where the scores of a target's edges all have one sign. The codes that
+    kernels gather have one scale a head of a row: rows of other formats than one symmetric integer are rounded before,
+    and what is kept of them are their values.
 
     Args:
         graph: Edges; weights of theirs play no part.
