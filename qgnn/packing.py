@@ -173,7 +173,8 @@ class Layout:
             return storage if self.mantissa_bits is None else storage.float()
         codes = unpack(storage.movedim(self.dim, -1), self.bits, self.shape[self.dim])
         if self.mantissa_bits is not None:
-            codes = self._minifloats(storage.device)[codes.int()]
+            values = self._minifloats(storage.device)
+            codes = values.index_select(0, codes.int().flatten()).view(codes.shape)
         elif self.signed:
             sign = 1 << (self.bits - 1)
             kind = torch.int8 if self.bits < 8 else torch.int32
@@ -188,12 +189,13 @@ class Layout:
 
     def _minifloat_codes(self, values: Tensor) -> Tensor:
         assert self.mantissa_bits is not None
-        exponent = (torch.frexp(values).exponent - 1).clamp_min_(self.min_exponent)
-        exponent.masked_fill_(values == 0, self.min_exponent)  # frexp gives zero the exponent of 1/2
-        # The leading one of a mantissa adds one to the exponent's field; subnormal numbers have none.
-        steps = torch.ldexp(values.abs(), self.mantissa_bits - exponent).int()
-        magnitude = steps + ((exponent - self.min_exponent) << self.mantissa_bits)
-        return magnitude | (values.signbit().int() << (self.bits - 1))
+        dropped = 23 - self.mantissa_bits  # bits of an fp32 mantissa
+        word = values.view(torch.int32)
+        magnitude = word & 0x7FFFFFFF
+        normal = (magnitude >> dropped) - ((self.min_exponent + 126) << self.mantissa_bits)
+        subnormal = (magnitude.view(torch.float32) * 2.0 ** (self.mantissa_bits - self.min_exponent)).int()
+        codes = torch.where(magnitude < (self.min_exponent + 127) << 23, subnormal, normal)
+        return codes | ((word >> 31) & (1 << (self.bits - 1)))
 
     def _minifloats(self, device: torch.device) -> Tensor:
         """The value of each floating-point code."""

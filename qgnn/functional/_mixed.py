@@ -71,6 +71,8 @@ def mixed_linear(x: Tensor | QTensor, weight: Tensor, bias: Tensor | None, plan:
     """``x weight^T + bias`` with operands in the formats of ``plan``, forward and backward, of ``x``'s type."""
     given, values = (x, x.origin) if isinstance(x, QTensor) else (None, x)
     rows = None if values is None else values.reshape(-1, x.shape[-1])
+    if not torch.is_grad_enabled():  # of which a function is not told: it would keep rows for a gradient
+        weight = weight.detach()
     y = _MixedLinear.apply(rows, weight, bias, seed, plan, given)
     return y.view(*x.shape[:-1], weight.shape[0]).to(x.dtype)
 

@@ -50,9 +50,12 @@ def elements(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Tensor,
 
 def round_elements(t: Tensor, grid: Grid, bits16: Tensor | None) -> Tensor:
     """The elements of a grid with a shared power of two that values in units of their block become."""
-    exponent = (torch.frexp(t).exponent - 1).clamp_min(grid.min_exponent) - grid.mantissa_bits
-    rounded = power_of_two(exponent, t.dtype) * _round(t * power_of_two(-exponent, t.dtype), bits16)
-    return rounded.clamp(grid.low, grid.high)
+    kind, mantissa, bias = (torch.int64, 52, 1023) if t.dtype == torch.float64 else (torch.int32, 23, 127)
+    # The exponent of a value is a power of two as it stands; of denormal numbers it is 0, which no grid comes near.
+    own = t.view(kind) & ((2 * bias + 1) << mantissa)
+    step = own.clamp_min_((grid.min_exponent + bias) << mantissa).sub_(grid.mantissa_bits << mantissa)
+    inverse = ((2 * bias) << mantissa) - step
+    return (_round(t * inverse.view(t.dtype), bits16) * step.view(t.dtype)).clamp_(grid.low, grid.high)
 
 
 def affine_codes(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
