@@ -26,6 +26,8 @@ from qgnn.qtensor import QTensor
 # Streams of one seed, beyond those of the operators: no two roundings of a call share random bits.
 _INPUT, _WEIGHT, _GRAD, _WEIGHT_T, _INPUT_T, _GRAD_T, _WEIGHT_GRAD, _PARTS = 32, 33, 34, 35, 36, 37, 38, 64
 
+_PART = 16  # rows of a part at least: a product arranges its other operand anew for each part
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -268,11 +270,12 @@ def _becomes_codes(fmt: Format | None) -> bool:
 
 
 def _parts(num_rows: int, width: int) -> Iterator[slice]:
-    """Slices of rows of at most :data:`CHUNK` values; one while compiling, which fuses what is done with them."""
+    """Slices of rows of at most :data:`CHUNK` values, and at least :data:`_PART` rows; one while compiling, which fuses
+    what is done with them."""
     if torch.compiler.is_compiling() or num_rows * width <= CHUNK:
         yield slice(0, num_rows)
         return
-    step = max(1, CHUNK // width)
+    step = max(_PART, CHUNK // width)
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qgnn.reference._common import compute_dtype, row_chunks, stream_seed
 from qgnn.rng import random_bits16
-from qgnn.rounding import FLUSH, Grid, power_of_two, scale_by_power
+from qgnn.rounding import FLUSH, Grid, scale_by_power
 
 _NAN_EXPONENT = 255
 _BIAS = 127
