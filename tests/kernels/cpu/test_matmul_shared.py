@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from qgnn.kernels.cpu import build, library
+from qgnn.kernels.cpu import matmul_shared as cpu_matmul_shared
 from qgnn.kernels.cpu.matmul_shared import matmul_shared
 from torch import Tensor
 
@@ -37,6 +38,7 @@ def code(request: pytest.FixtureRequest, plain: ctypes.CDLL, monkeypatch: pytest
     if request.param == "plain":
         monkeypatch.setattr(library, "_library", plain)
         monkeypatch.setattr(library, "_functions", {})
+        monkeypatch.setattr(cpu_matmul_shared, "_code_bytes", cpu_matmul_shared._code_bytes.__wrapped__)
     return request.param
 
 
