@@ -18,14 +18,14 @@ typedef float x_code, w_code;
 enum { PAIR = 1, ALIGN = 1, OFFSET = 0 }; /* a pair's sums would take more registers than there are */
 #endif
 
-enum { TILE = 16, ROWS = 6, NAN_BLOCK = 255, BIAS = 127 };
+enum { TILE = 16, ROWS = 6, BIAS = 127 };
 
 typedef float lanes __attribute__((vector_size(4 * TILE)));
 
 INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /* 2^e for e from -149 to 127: below -126 it is a denormal number, of one bit. */
-INLINE float power_of_two(int64_t e) { return float_of(e < 1 - BIAS ? 1u << (e + 149) : (uint32_t)(e + BIAS) << 23); }
+INLINE float factor_of(int64_t e) { return e < -126 ? float_of(1u << (e + 149)) : power_of_two(e); }
 
 /* Bytes that a rearranged code takes. */
 EXPORT void qgnn_matmul_shared_code_bytes(int64_t *bytes, int64_t threads) { *bytes = sizeof(x_code); }
@@ -57,8 +57,8 @@ EXPORT void qgnn_matmul_shared_pack(
                 const int8_t *from = w + (first + j) * stride_w + b * block_size;
                 const int64_t e = exponent[(first + j) * stride_exponent + b];
                 for (int64_t k = 0; k < n; k++) codes[place(k, j)] = (w_code)(from[k] + OFFSET);
-                if (e == NAN_BLOCK) last[first + j] = NAN;
-                else factors[j] = power_of_two(e - BIAS - fraction_bits);
+                if (e == NAN_EXPONENT) last[first + j] = NAN;
+                else factors[j] = factor_of(e - BIAS - fraction_bits);
             }
         }
     }
@@ -97,8 +97,8 @@ INLINE void pack_panel(
             x_code *codes = p->codes + i * width;
             /* The size of a whole block is a constant, as a rule. */
             p->offset[i] = n == block_size ? pack_block(codes, from, block_size, width) : pack_block(codes, from, n, width);
-            p->factor[i] = e == NAN_BLOCK ? 0.0f : power_of_two(e - BIAS);
-            if (e == NAN_BLOCK) p->last[r] = NAN;
+            p->factor[i] = e == NAN_EXPONENT ? 0.0f : factor_of(e - BIAS);
+            if (e == NAN_EXPONENT) p->last[r] = NAN;
         }
     }
 }

@@ -6,8 +6,6 @@
 
 #include "half.h"
 
-enum { SHARED_NAN = 255 };
-
 /* Rows are read in pieces of PIECE columns. Those whose columns lie apart are copied in panels of so many rows, in
  * shorter pieces: what is adjacent in memory is then several lines of the cache. */
 enum { PIECE = ROUND_BLOCK, PANEL = 64, PANEL_PIECE = 128, PITCH = PANEL_PIECE + 16, LINE = 16 };
@@ -56,11 +54,9 @@ INLINE extrema find_extrema(const float *x, int64_t n, const int kind) {
     return found;
 }
 
-INLINE float power_of_two(int64_t exponent) { return float_of((uint32_t)(exponent + 127) << 23); }
-
 /* The shared exponent + 127 of a block with this largest magnitude. */
 INLINE int64_t shared_exponent(uint32_t largest, const grid *g) {
-    if (largest >= 0x7F800000u) return SHARED_NAN;
+    if (largest >= 0x7F800000u) return NAN_EXPONENT;
     /* Of a denormal all that matters is whether it rounds up to a normal number: below, the clamp decides. */
     const uint32_t up = !g->round_up ? 0 : largest < 0x00800000u ? 0x003FFFFFu : 0x007FFFFFu;
     return max_i64(0, min_i64((int64_t)((largest + up) >> 23) - g->max_exponent, 254));
@@ -84,7 +80,7 @@ INLINE block make_block(const task *job, int64_t r, int64_t first, extrema found
     b.down1 = power_of_two(half - unit);
     b.up0 = power_of_two(half);
     b.up1 = power_of_two(unit - half);
-    b.is_poisoned = shared == SHARED_NAN;
+    b.is_poisoned = shared == NAN_EXPONENT;
     return b;
 }
 

@@ -271,11 +271,12 @@ def _becomes_codes(fmt: Format | None) -> bool:
 
 def _parts(num_rows: int, width: int) -> Iterator[slice]:
     """Slices of rows of at most :data:`CHUNK` values, and at least :data:`_PART` rows; one while compiling, which fuses
-    what is done with them."""
+    what is done with them. Their number of rows is a power of two, and the last one's what is left, so that kernels see
+    few sizes."""
     if torch.compiler.is_compiling() or num_rows * width <= CHUNK:
         yield slice(0, num_rows)
         return
-    step = max(_PART, CHUNK // width)
+    step = max(_PART, 1 << (CHUNK // width).bit_length() - 1) if width <= CHUNK else _PART
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
 

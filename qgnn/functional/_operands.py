@@ -59,7 +59,7 @@ class Operand:
         assert self.exponent is not None
         assert self.grid is not None
         assert self.codes is not None
-        scale = shared_scale(self.exponent, self.grid)
+        scale = shared_scale(self.exponent, self.grid.fraction_bits)
         return scale.repeat_interleave(self.grid.block_size, dim=1)[:, : self.codes.shape[1]]
 
 
@@ -82,7 +82,9 @@ def round_rows(rows: Tensor, fmt: Format | None, granularity: str, seed: Tensor 
         codes, exponent = ops.quantize_shared(flat, seed, 0, *grid)
         if grid.block_size:
             return Operand(name_of(fmt), codes=codes, exponent=exponent, grid=grid)
-        return Operand(name_of(fmt), codes=codes.view(rows.shape), scale=shared_scale(exponent, grid).view(-1))
+        return Operand(
+            name_of(fmt), codes=codes.view(rows.shape), scale=shared_scale(exponent, grid.fraction_bits).view(-1)
+        )
     return Operand(
         name_of(fmt), values=fmt.quantize(rows.float(), None if per_tensor and fmt.scales_slices else -1, seed)
     )

@@ -172,7 +172,7 @@ def _relative_error(x: Tensor, results: tuple[Any, ...], options: dict[str, Any]
     else:
         codes, scale = results[:2]
         if grid is not None:
-            scale = shared_scale(scale, grid)
+            scale = shared_scale(scale, grid.fraction_bits)
         block_size = (grid.block_size or x.shape[1]) if grid is not None else options.get("block_size")
         per_block = scale.dim() == 2
         scale = scale.repeat_interleave(block_size, dim=1)[:, : x.shape[1]] if per_block else scale[:, None]

@@ -7,10 +7,7 @@ from torch import Tensor
 
 from qgnn.reference._common import compute_dtype, row_chunks, stream_seed
 from qgnn.rng import random_bits16
-from qgnn.rounding import FLUSH, Grid, scale_by_power
-
-_NAN_EXPONENT = 255
-_BIAS = 127
+from qgnn.rounding import EXPONENT_BIAS, FLUSH, NAN_EXPONENT, Grid, scale_by_power
 
 
 def to_blocks(x: Tensor, size: int) -> Tensor:
@@ -35,8 +32,8 @@ def _round(x: Tensor, bits16: Tensor | None) -> Tensor:
 def _shared_exponent(absmax: Tensor, grid: Grid) -> Tensor:
     mantissa, exponent = torch.frexp(absmax)  # absmax = mantissa * 2**exponent, mantissa from 0.5 to below 1
     rounded = exponent - (mantissa == 0.5).int() if grid.round_up else exponent - 1
-    shared = (rounded - grid.max_exponent).clamp(-_BIAS, _BIAS)
-    return shared.masked_fill_(absmax == 0, -_BIAS)
+    shared = (rounded - grid.max_exponent).clamp(-EXPONENT_BIAS, EXPONENT_BIAS)
+    return shared.masked_fill_(absmax == 0, -EXPONENT_BIAS)
 
 
 def elements(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,6 +43,11 @@ def elements(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Tensor,
     shared = _shared_exponent(absmax.masked_fill(poisoned, 0.0), grid)
     t = scale_by_power(blocks.masked_fill(poisoned, 0.0), grid.fraction_bits - shared)
     return round_elements(t, grid, bits16), shared, poisoned
+
+
+def stored_exponent(shared: Tensor, poisoned: Tensor) -> Tensor:
+    """Shared exponents as a byte each."""
+    return (shared + EXPONENT_BIAS).masked_fill_(poisoned, NAN_EXPONENT).to(torch.uint8)
 
 
 def round_elements(t: Tensor, grid: Grid, bits16: Tensor | None) -> Tensor:
@@ -129,5 +131,5 @@ def quantize_shared(x: Tensor, grid: Grid, *, seed: Tensor | None = None, stream
         blocks, bits16 = to_blocks(x[rows].to(compute_dtype(x)), size), bits_of_rows(rows, width, size, seed)
         values_in_units, shared, poisoned = elements(blocks, grid, bits16)
         codes[rows] = from_blocks(values_in_units, width).to(torch.int8)
-        exponent[rows] = (shared + _BIAS).masked_fill_(poisoned, _NAN_EXPONENT).squeeze(2).to(torch.uint8)
+        exponent[rows] = stored_exponent(shared, poisoned).squeeze(2)
     return codes, exponent
