@@ -16,24 +16,23 @@ import torch
 import triton
 import triton.language as tl
 from qgnn.kernels import tuning
-from qgnn.kernels.memory import column_offsets
-from qgnn.kernels.rounding import int8_to_fp16
-from qgnn.kernels.shared_exponents import check_shared
+from qgnn.kernels.memory import column_offsets, common_unit
+from qgnn.kernels.rounding import NAN_EXPONENT, int8_to_fp16, power_of_two
 from torch import Tensor
 
 _WORD = tl.constexpr(4)  # exponents that are read at a time
+_MAX_FEW_WORDS = 8  # up to 512 columns in blocks of 16: a loop of unknown length takes up to 40 registers more
 
 
 @triton.jit
 def _factor(exponent, shift):
     """``2**(exponent - shift)`` of biased exponents (int32), at least ``2**-149``; NaN for 255."""
     e = exponent - shift
-    normal, denormal = (e + 127) << 23, 1 << tl.maximum(e + 149, 0)
-    factor = tl.where(e >= -126, normal, denormal).to(tl.float32, bitcast=True)
-    return tl.where(exponent == 255, float("nan"), factor)
+    denormal = (1 << tl.maximum(e + 149, 0)).to(tl.float32, bitcast=True)
+    return tl.where(exponent == NAN_EXPONENT, float("nan"), tl.where(e >= -126, power_of_two(e), denormal))
 
 
-@triton.jit(do_not_specialize=["N", "fraction_bits"])
+@triton.jit(do_not_specialize=["N", "K_UNITS", "words", "fraction_bits"])
 def _matmul_shared_kernel(
     # outputs
     out_ptr,
@@ -46,13 +45,15 @@ def _matmul_shared_kernel(
     # sizes
     N,
     M: tl.constexpr,
-    K: tl.constexpr,
+    K_UNITS,
+    words,
     G: tl.constexpr,
-    WORDS: tl.constexpr,
-    # strides
-    stride_xn: tl.constexpr,
+    K_UNIT: tl.constexpr,
+    FEW_WORDS: tl.constexpr,
+    # strides: of rows in units
+    stride_xn,
     stride_xk,
-    stride_wm: tl.constexpr,
+    stride_wm,
     stride_wk,
     # scalars
     fraction_bits,
@@ -64,21 +65,26 @@ def _matmul_shared_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """One program owns a [BLOCK_N, BLOCK_M] tile of the output and walks along the blocks, four in each step. Programs
-    walk along output rows first, so that those which read the same rows of ``x`` run together."""
+    walk along output rows first, so that those which read the same rows of ``x`` run together.
+
+    Along the nodes of sampled batches ``K`` is always another number: it is ``K_UNITS * K_UNIT``. ``FEW_WORDS`` is the
+    number of words where a constant shortens the code, else 0."""
     NUM_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    K = K_UNITS * K_UNIT
+    num_words = FEW_WORDS if FEW_WORDS > 0 else words
     pid = tl.program_id(0)
     offs_n = (pid // NUM_M).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_m = (pid % NUM_M) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_g = tl.arange(0, BLOCK_K)
     mask_n = offs_n < N
     mask_m = offs_m < M
-    x_row = x_ptr + offs_n[:, None] * stride_xn
-    w_row = w_ptr + offs_m[None, :].to(tl.int64) * stride_wm
+    x_row = x_ptr + offs_n[:, None] * stride_xn * K_UNIT
+    w_row = w_ptr + offs_m[None, :].to(tl.int64) * stride_wm * K_UNIT
 
     y = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for word in range(0, WORDS):
-        x_exponents = tl.load(x_exponent_ptr + offs_n * WORDS + word, mask=mask_n, other=0)
-        w_exponents = tl.load(w_exponent_ptr + offs_m.to(tl.int64) * WORDS + word, mask=mask_m, other=0)
+    for word in range(0, num_words):
+        x_exponents = tl.load(x_exponent_ptr + offs_n * num_words + word, mask=mask_n, other=0)
+        w_exponents = tl.load(w_exponent_ptr + offs_m.to(tl.int64) * num_words + word, mask=mask_m, other=0)
         for i in range(_WORD):
             offs_k = (word * _WORD + i) * G + offs_g
             mask_k = (offs_g < G) & (offs_k < K)
@@ -122,7 +128,6 @@ def matmul_shared(
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """``x w^T + bias`` in ``out_dtype``; the parameters are those of :func:`qgnn.reference.matmul_shared`."""
-    check_shared(x_q, x_exponent, w_q, w_exponent, block_size, fraction_bits)
     (N, K), M = x_q.shape, w_q.shape[0]
     out = torch.empty((N, M), dtype=out_dtype, device=x_q.device)
     if out.numel() == 0:
@@ -130,6 +135,9 @@ def matmul_shared(
     with torch.cuda.device_of(x_q):
         x_words, w_words = _words(x_exponent), _words(w_exponent)
         config = tuning.matmul_shared(block_size, M)
+        k_unit = 1
+        if x_q.stride(1) == w_q.stride(1) == 1:
+            k_unit = common_unit(K, x_q.stride(0), w_q.stride(0))
         _matmul_shared_kernel[(triton.cdiv(N, config["BLOCK_N"]) * triton.cdiv(M, config["BLOCK_M"]),)](
             out_ptr=out,
             x_ptr=x_q,
@@ -139,12 +147,14 @@ def matmul_shared(
             bias_ptr=None if bias is None else bias.contiguous(),
             N=N,
             M=M,
-            K=K,
+            K_UNITS=K // k_unit,
+            words=x_words.shape[1],
             G=block_size,
-            WORDS=x_words.shape[1],
-            stride_xn=x_q.stride(0),
+            K_UNIT=k_unit,
+            FEW_WORDS=x_words.shape[1] if x_words.shape[1] <= _MAX_FEW_WORDS else 0,
+            stride_xn=x_q.stride(0) // k_unit,
             stride_xk=x_q.stride(1),
-            stride_wm=w_q.stride(0),
+            stride_wm=w_q.stride(0) // k_unit,
             stride_wk=w_q.stride(1),
             fraction_bits=fraction_bits,
             HAS_BIAS=bias is not None,

@@ -3,6 +3,8 @@
 Vector loads need rows that start on 16-byte boundaries, so code matrices are allocated with their row stride rounded
 up. Views of any strides are accepted all the same: a kernel then reads exactly the view's columns."""
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -34,6 +36,14 @@ def readable_width(x: Tensor) -> int:
         return width
     last_row = x.storage_offset() + (num_rows - 1) * x.stride(0)
     return padded if (last_row + padded) * x.element_size() <= x.untyped_storage().nbytes() else width
+
+
+def common_unit(*sizes: int) -> int:
+    """The largest power of two up to 16 that divides all sizes.
+
+    A kernel that takes sizes in such units, and the unit as a constant, sees of them what wide loads and stores need,
+    and is not compiled anew for each size."""
+    return math.gcd(VECTOR_BYTES, *sizes)
 
 
 @triton.jit

@@ -18,20 +18,14 @@ import triton
 import triton.language as tl
 from qgnn.kernels import tuning
 from qgnn.kernels.blocks_tile import flip_order
-from qgnn.kernels.memory import column_offsets, empty_codes
-from qgnn.kernels.rounding import load_seed, random_bits16
+from qgnn.kernels.memory import column_offsets, common_unit, empty_codes
+from qgnn.kernels.rounding import NAN_EXPONENT, load_seed, power_of_two, random_bits16
 from torch import Tensor
 
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _LOWEST = tl.constexpr(-(2**31))
 _HIGHEST = tl.constexpr(2**31 - 1)
 _INTEGER = tl.constexpr(2.0**23)  # from here on all floats are integers
-
-
-@triton.jit
-def power_of_two(exponent):
-    """``2.0**exponent`` of int32 from -126 to 127."""
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -59,10 +53,10 @@ def shared_exponent(absmax_bits, ROUND_UP: tl.constexpr, MAX_EXPONENT: tl.conste
     if ROUND_UP:  # of a denormal all that matters is whether it rounds up to a normal number: below, the clamp decides
         bits += tl.where(absmax_bits < 0x00800000, 0x003FFFFF, 0x007FFFFF)
     shared = tl.maximum((bits >> 23) - MAX_EXPONENT, 0)
-    return tl.where(absmax_bits < _INFINITY_BITS, tl.minimum(shared, 254), 255)
+    return tl.where(absmax_bits < _INFINITY_BITS, tl.minimum(shared, 254), NAN_EXPONENT)
 
 
-@triton.jit(do_not_specialize=["R", "stream"])
+@triton.jit(do_not_specialize=["R", "C_UNITS", "stream"])
 def _quantize_grid_kernel(
     # outputs
     y_ptr,
@@ -74,12 +68,14 @@ def _quantize_grid_kernel(
     seed_ptr,
     # sizes
     R,
-    C: tl.constexpr,
-    GROUP: tl.constexpr,
+    C_UNITS,
     SIZE,
-    # strides
-    stride_yr: tl.constexpr,
-    stride_xr: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    PADDED: tl.constexpr,
+    # strides: of codes, and of x in units and in columns
+    stride_qr,
+    stride_xr,
     stride_xc,
     # scalars
     stream,
@@ -97,30 +93,37 @@ def _quantize_grid_kernel(
     STOCHASTIC: tl.constexpr,
     IS_GIVEN: tl.constexpr,
     IS_FLAT: tl.constexpr,
+    IS_FULL: tl.constexpr,
     # tiles
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One program owns a tile of whole blocks, ``GROUP`` columns each.
+    """One program owns a tile of whole blocks, ``GROUP`` columns each, of a matrix with ``C_UNITS * UNIT`` columns,
+    ``PADDED`` if rounded up to a power of two. With ``IS_FULL`` they are exactly one tile's.
 
     With ``IS_GIVEN`` the tile is a part of blocks that are rows, whose extrema (fp32) are given. With ``IS_FLAT`` there
     is one such row, of ``SIZE`` values, folded into rows of ``C``: their random bits are the same."""
-    COLUMN_TILES: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     GROUPS: tl.constexpr = BLOCK_C // GROUP
     LEVELS: tl.constexpr = HIGH - LOW
-    pid = tl.program_id(0).to(tl.int64)
-    offs_r = (pid // COLUMN_TILES) * BLOCK_R + tl.arange(0, BLOCK_R)
-    first_col = ((pid % COLUMN_TILES) * BLOCK_C).to(tl.int32)
+    C = BLOCK_C if IS_FULL else C_UNITS * UNIT
+    pid = tl.program_id(0)
+    if PADDED <= BLOCK_C:
+        first_row, first_col = pid.to(tl.int64) * BLOCK_R, 0
+    else:
+        column_tiles = (C + BLOCK_C - 1) // BLOCK_C
+        first_row, first_col = (pid // column_tiles).to(tl.int64) * BLOCK_R, (pid % column_tiles) * BLOCK_C
+    offs_r = first_row + tl.arange(0, BLOCK_R)
     offs_c = first_col + tl.arange(0, BLOCK_C)
     mask_r = offs_r < R
     mask = mask_r[:, None] & (offs_c < C)[None, :]
     if IS_FLAT:
         mask &= offs_r[:, None] * C + offs_c[None, :] < SIZE
-    x = tl.load(x_ptr + offs_r[:, None] * stride_xr + column_offsets(offs_c, stride_xc)[None, :], mask=mask, other=0.0)
+    x_row = x_ptr + offs_r[:, None] * stride_xr * UNIT
+    x = tl.load(x_row + column_offsets(offs_c, stride_xc)[None, :], mask=mask, other=0.0)
     x = x.to(tl.float32).reshape(BLOCK_R * GROUPS, GROUP)
     bits16 = 0
     if STOCHASTIC:
-        bits16 = random_bits16(load_seed(seed_ptr, stream), offs_r, first_col, C, BLOCK_R, BLOCK_C)
+        bits16 = random_bits16(load_seed(seed_ptr, stream), offs_r, first_col, PADDED, BLOCK_R, BLOCK_C)
         bits16 = bits16.reshape(BLOCK_R * GROUPS, GROUP)
 
     shared = tl.zeros((BLOCK_R * GROUPS,), tl.int32)
@@ -147,7 +150,7 @@ def _quantize_grid_kernel(
         else:
             absmax_bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
         shared = shared_exponent(absmax_bits, ROUND_UP, MAX_EXPONENT)
-        poisoned = shared == 255
+        poisoned = shared == NAN_EXPONENT
         unit = shared - (127 + FRACTION_BITS)
         half = unit >> 1
         t = x * power_of_two(-half)[:, None] * power_of_two(half - unit)[:, None]
@@ -161,25 +164,26 @@ def _quantize_grid_kernel(
         if y_ptr.dtype.element_ty != tl.int8:
             y = y * power_of_two(half)[:, None] * power_of_two(unit - half)[:, None]
 
-    y_row = y_ptr + offs_r[:, None] * stride_yr + offs_c[None, :]
     if y_ptr.dtype.element_ty == tl.int8:
-        codes = tl.where(poisoned[:, None], 0.0, y).to(tl.int8).reshape(BLOCK_R, BLOCK_C)
+        q = tl.where(poisoned[:, None], 0.0, y).to(tl.int8).reshape(BLOCK_R, BLOCK_C)
         # What ends the row may write into the gap behind it: whole vectors, whatever the width.
-        tl.store(y_row, codes, mask=mask if IS_FLAT else mask_r[:, None] & (offs_c < stride_yr)[None, :])
-        NUM_BLOCKS: tl.constexpr = 1 if IS_GIVEN else (C + GROUP - 1) // GROUP
+        q_row = y_ptr + offs_r[:, None] * stride_qr + offs_c[None, :]
+        tl.store(q_row, q, mask=mask if IS_FLAT else mask_r[:, None] & (offs_c < stride_qr)[None, :])
+        num_blocks = 1 if IS_GIVEN else (C + GROUP - 1) // GROUP
         index = tl.arange(0, BLOCK_R * GROUPS)
-        row, group = (pid // COLUMN_TILES) * BLOCK_R + index // GROUPS, first_col // GROUP + index % GROUPS
-        is_first = (row < (1 if IS_FLAT else R)) & (group < NUM_BLOCKS)
-        tl.store(exponent_ptr + row * NUM_BLOCKS + group, shared.to(tl.uint8), mask=is_first)
+        row, group = first_row + index // GROUPS, first_col // GROUP + index % GROUPS
+        is_first = (row < (1 if IS_FLAT else R)) & (group < num_blocks)
+        tl.store(exponent_ptr + row * num_blocks + group, shared.to(tl.uint8), mask=is_first)
     else:
         y = tl.where(poisoned[:, None], float("nan"), y).reshape(BLOCK_R, BLOCK_C)
+        y_row = y_ptr + offs_r[:, None] * C + offs_c[None, :]
         tl.store(y_row, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def _launch(y: Tensor, exponent: Tensor | None, x: Tensor, grid: Any, seed: Tensor | None, stream: int) -> None:
     """Fill ``y``, values or codes, and ``exponent``; ``x`` is not empty."""
     R, C = x.shape
-    size, strides = C, (y.stride(0), *x.stride())
+    size, (stride_xr, stride_xc), stride_qr = C, x.stride(), y.stride(0)
     group = min(grid.block_size or C, C)
     if group < C and (group & (group - 1) or group > tuning.QUANTIZE_GRID_MAX_COLUMNS):
         raise ValueError(
@@ -196,9 +200,10 @@ def _launch(y: Tensor, exponent: Tensor | None, x: Tensor, grid: Any, seed: Tens
         is_flat = is_given and R == 1 and x.stride(1) == 1
         if is_flat:  # any length is one kernel
             C = tuning.QUANTIZE_GRID_MAX_COLUMNS
-            R, strides = triton.cdiv(size, C), (C, C, 1)
+            R, stride_xr, stride_qr = triton.cdiv(size, C), C, C
         config = tuning.quantize_grid(C, group)
-        num_programs = triton.cdiv(R, config["BLOCK_R"]) * triton.cdiv(C, config["BLOCK_C"])
+        unit, block_c = common_unit(C, stride_xr) if stride_xc == 1 else 1, config["BLOCK_C"]
+        num_programs = triton.cdiv(R, config["BLOCK_R"]) * triton.cdiv(C, block_c)
         _quantize_grid_kernel[(num_programs,)](
             y_ptr=y,
             exponent_ptr=exponent,
@@ -207,12 +212,14 @@ def _launch(y: Tensor, exponent: Tensor | None, x: Tensor, grid: Any, seed: Tens
             high_ptr=high,
             seed_ptr=seed,
             R=R,
-            C=C,
-            GROUP=config["BLOCK_C"] if group >= C or is_given else group,
+            C_UNITS=C // unit,
             SIZE=size,
-            stride_yr=strides[0],
-            stride_xr=strides[1],
-            stride_xc=strides[2],
+            GROUP=block_c if group >= C or is_given else group,
+            UNIT=unit,
+            PADDED=triton.next_power_of_2(C),
+            stride_qr=stride_qr,
+            stride_xr=stride_xr // unit,
+            stride_xc=stride_xc,
             stream=stream,
             ROUND_UP=grid.round_up,
             MAX_EXPONENT=grid.max_exponent,
@@ -226,6 +233,7 @@ def _launch(y: Tensor, exponent: Tensor | None, x: Tensor, grid: Any, seed: Tens
             STOCHASTIC=seed is not None,
             IS_GIVEN=is_given,
             IS_FLAT=is_flat,
+            IS_FULL=block_c == C,
             **config,
         )
 

@@ -24,6 +24,7 @@ _HIGH = tl.constexpr(0x85EBCA6B)
 _STREAM_STEP = tl.constexpr(0x5BF0363585EBCA6B)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _FLUSH = tl.constexpr(1e-30)
+NAN_EXPONENT = tl.constexpr(255)  # of a block that is not finite, where the others are biased by 127
 
 
 @triton.jit
@@ -80,6 +81,12 @@ def random_bits16(seed, row, first_col, F: tl.constexpr, R: tl.constexpr, C: tl.
     pair = (first_col // 2 + tl.arange(0, C // 2)).to(tl.uint32)
     h = stepped_hash(seed, (row * PAIRS)[:, None], pair[None, :])  # [R, C / 2]
     return tl.join(h & 0xFFFF, h >> 16).reshape(R, C).to(tl.int32)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """``2.0**exponent`` of int32 from -126 to 127."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

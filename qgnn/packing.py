@@ -63,16 +63,11 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         - **output:** uint8 ``[..., ceil(F * bits / 8)]``
     """
     num_codes = codes.shape[-1]
-    kind = torch.uint8 if bits <= 8 else torch.int32  # shifts of uint8 drop what leaves the byte
-    whole = torch.nn.functional.pad(codes, (0, -num_codes % 8)).to(kind) & ((1 << bits) - 1)
-    groups = whole.unflatten(-1, (-(-num_codes // 8), 8))
-    stored = torch.empty((*groups.shape[:-1], bits), dtype=torch.uint8, device=codes.device)
-    for byte in range(bits):
-        first, last = 8 * byte // bits, (8 * byte + 7) // bits  # codes with a bit in this byte
-        value = _shifted(groups[..., first], first * bits - 8 * byte)
-        for code in range(first + 1, last + 1):
-            value |= _shifted(groups[..., code], code * bits - 8 * byte)
-        stored[..., byte] = value & 255
+    num_groups = -(-num_codes // 8)
+    kind = torch.uint8 if bits <= 8 else torch.int32
+    whole = torch.nn.functional.pad(codes.to(kind), (0, -num_codes % 8)).contiguous()
+    groups = whole.unflatten(-1, (num_groups, 8))
+    stored = _pack_narrow(groups, bits) if bits < 8 else groups if bits == 8 else _pack_wide(groups, bits)
     return stored.flatten(-2)[..., : packed_bytes(num_codes, bits)]
 
 
@@ -88,18 +83,72 @@ def unpack(stored: Tensor, bits: int, num_codes: int) -> Tensor:
         - **input:** uint8 ``[..., ceil(num_codes * bits / 8)]``
         - **output:** ``[..., num_codes]``, uint8 up to 8 bits, int32 above
     """
-    kind = torch.uint8 if bits <= 8 else torch.int32
     num_groups = -(-num_codes // 8)
-    whole = torch.nn.functional.pad(stored, (0, num_groups * bits - stored.shape[-1]))
-    groups = whole.unflatten(-1, (num_groups, bits)).to(kind)
-    codes = torch.empty((*groups.shape[:-1], 8), dtype=kind, device=stored.device)
+    whole = torch.nn.functional.pad(stored, (0, num_groups * bits - stored.shape[-1])).contiguous()
+    groups = whole.unflatten(-1, (num_groups, bits))
+    codes = _unpack_narrow(groups, bits) if bits < 8 else groups if bits == 8 else _unpack_wide(groups, bits)
+    return codes.flatten(-2)[..., :num_codes]
+
+
+# Codes of less than 8 bits go eight at a time, as the lanes of a 64-bit word: twice as wide and half as many in each of
+# three steps. Words are little-endian.
+_STEPS = (8, 16, 32)
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes; others have to be copied out of longer ones
+
+
+def _lanes(width: int, used: int) -> int:
+    """A word whose lanes have their lowest ``used`` of ``width`` bits set."""
+    return sum(((1 << used) - 1) << lane for lane in range(0, 64, width))
+
+
+def _pack_narrow(groups: Tensor, bits: int) -> Tensor:
+    """uint8 ``[..., 8]`` -> ``[..., bits]``."""
+    words = groups.view(torch.int64).squeeze(-1) & _lanes(8, bits)
+    for width in _STEPS:
+        used = width * bits // 8
+        low = words & _lanes(2 * width, used)
+        words = words.bitwise_xor_(low).bitwise_right_shift_(width - used).bitwise_or_(low)
+    return words.to(_WORDS.get(bits, torch.int64)).unsqueeze(-1).view(torch.uint8)[..., :bits]
+
+
+def _unpack_narrow(groups: Tensor, bits: int) -> Tensor:
+    """uint8 ``[..., bits]`` -> ``[..., 8]``."""
+    kind = _WORDS.get(bits)
+    if kind is None:
+        words = torch.nn.functional.pad(groups, (0, 8 - bits)).view(torch.int64).squeeze(-1)
+    else:
+        words = groups.view(kind).squeeze(-1).to(torch.int64) & _lanes(64, 8 * bits)  # without the sign of the type
+    for width in reversed(_STEPS):
+        used = width * bits // 8
+        low = words & _lanes(2 * width, used)
+        words = words.bitwise_xor_(low).bitwise_left_shift_(width - used).bitwise_or_(low)
+    return words.unsqueeze(-1).view(torch.uint8)
+
+
+def _pack_wide(groups: Tensor, bits: int) -> Tensor:
+    """int32 ``[..., 8]`` -> uint8 ``[..., bits]``."""
+    groups = groups & ((1 << bits) - 1)
+    stored = torch.empty((*groups.shape[:-1], bits), dtype=torch.uint8, device=groups.device)
+    for byte in range(bits):
+        first, last = 8 * byte // bits, (8 * byte + 7) // bits  # codes with a bit in this byte
+        value = _shifted(groups[..., first], first * bits - 8 * byte)
+        for code in range(first + 1, last + 1):
+            value |= _shifted(groups[..., code], code * bits - 8 * byte)
+        stored[..., byte] = value & 255
+    return stored
+
+
+def _unpack_wide(groups: Tensor, bits: int) -> Tensor:
+    """uint8 ``[..., bits]`` -> int32 ``[..., 8]``."""
+    groups = groups.to(torch.int32)
+    codes = torch.empty((*groups.shape[:-1], 8), dtype=torch.int32, device=groups.device)
     for code in range(8):
         first, last = code * bits // 8, (code * bits + bits - 1) // 8  # bytes with a bit of this code
         value = _shifted(groups[..., first], 8 * first - code * bits)
         for byte in range(first + 1, last + 1):
             value |= _shifted(groups[..., byte], 8 * byte - code * bits)
         codes[..., code] = value & ((1 << bits) - 1)
-    return codes.flatten(-2)[..., :num_codes]
+    return codes
 
 
 def _shifted(t: Tensor, left: int) -> Tensor:

@@ -30,6 +30,12 @@ BINS = ("uniform", "optimal")
 FLUSH = 1e-30  # below this the inverse scale would overflow; such values count as zero
 _NEAREST = 1 << 15
 
+# Exponents that blocks share, as they are stored: a byte, of which the largest stands for NaN.
+EXPONENT_BIAS, NAN_EXPONENT = 127, 255
+# What products of such blocks compute exactly: 128 products of two bytes, 2**21, are a sum that fp32 holds, and so does
+# it the smallest factor, 2**(0 - 127 - 22).
+MAX_SHARED_BLOCK_SIZE, MAX_SHARED_FRACTION_BITS = 128, 22
+
 
 def absmax_scale(absmax: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """``(scale, inverse)`` of groups whose largest magnitude is ``absmax`` (fp32, any shape)."""
@@ -148,8 +154,9 @@ def scale_by_power_(x: Tensor, exponent: Tensor) -> Tensor:
     return x.mul_(power_of_two(half, x.dtype)).mul_(power_of_two(exponent - half, x.dtype))
 
 
-def shared_scale(exponent: Tensor, grid: Grid) -> Tensor:
-    """The fp32 factors of codes whose blocks have these exponents (uint8, 255 for NaN), as ``quantize_shared`` makes
-    them. All are exact: the smallest is a denormal."""
-    scale = scale_by_power_(torch.ones_like(exponent, dtype=torch.float32), exponent.int() - (127 + grid.fraction_bits))
-    return scale.masked_fill_(exponent == 255, float("nan"))
+def shared_scale(exponent: Tensor, fraction_bits: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The factors of codes whose blocks have these exponents (uint8, 255 for NaN), as ``quantize_shared`` makes them.
+    All are exact: the smallest fp32 one is a denormal."""
+    power = exponent.int() - (EXPONENT_BIAS + fraction_bits)
+    scale = scale_by_power_(torch.ones_like(exponent, dtype=dtype), power)
+    return scale.masked_fill_(exponent == NAN_EXPONENT, float("nan"))

@@ -92,7 +92,7 @@ def test_float64_is_rounded_to_the_same_grid(name: str) -> None:
 def test_codes_with_their_exponents_are_the_values(name: str, stochastic: bool) -> None:
     grid, x, seed = INTEGERS[name], hurting_rows(33), rng.make_seed(3) if stochastic else None
     codes, exponent = reference.quantize_shared(x, grid, seed=seed, stream=2)
-    scale = shared_scale(exponent, grid).repeat_interleave(grid.block_size or 33, 1)[:, :33]
+    scale = shared_scale(exponent, grid.fraction_bits).repeat_interleave(grid.block_size or 33, 1)[:, :33]
     values = reference.quantize_dequantize(x, grid, seed=seed, stream=2)
     torch.testing.assert_close(codes.float() * scale, values, rtol=0, atol=0, equal_nan=True)
     assert codes.min() >= grid.low
@@ -120,7 +120,7 @@ def test_stochastic_rounding_is_the_definition(name: str) -> None:
     assert not torch.equal(y, reference.quantize_dequantize(x, grid, seed=seed, stream=5))
     if grid.is_integer:
         codes, exponent = reference.quantize_shared(x, grid, seed=seed, stream=4)
-        scale = shared_scale(exponent, grid).repeat_interleave(grid.block_size or 40, 1)[:, :40]
+        scale = shared_scale(exponent, grid.fraction_bits).repeat_interleave(grid.block_size or 40, 1)[:, :40]
         t = x / scale
         bits16 = rng.random_bits16(0, 6, 40, seed ^ rng.stream_key(4))
         up = ((t - t.floor()) * 65536).int() + bits16 >= 65536

@@ -37,6 +37,12 @@ INLINE float float_of(uint32_t bits) {
     return value;
 }
 
+/* 2^exponent, from -126 to 127. */
+INLINE float power_of_two(int64_t exponent) { return float_of((uint32_t)(exponent + 127) << 23); }
+
+/* In place of the exponent, biased by 127, of a block that is not finite. */
+enum { NAN_EXPONENT = 255 };
+
 /* The bits of a float as an integer that orders like it, and back. NaNs lie beyond the infinities. */
 INLINE int32_t order_key(int32_t bits) { return bits ^ ((bits >> 31) & INT32_MAX); }
 

@@ -18,14 +18,17 @@ typedef float x_code, w_code;
 enum { PAIR = 1, ALIGN = 1, OFFSET = 0 }; /* a pair's sums would take more registers than there are */
 #endif
 
-enum { TILE = 16, ROWS = 6, NAN_BLOCK = 255, BIAS = 127 };
+enum { TILE = 16, ROWS = 6, BIAS = 127 };
 
 typedef float lanes __attribute__((vector_size(4 * TILE)));
 
 INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /* 2^e for e from -149 to 127: below -126 it is a denormal number, of one bit. */
-INLINE float power_of_two(int64_t e) { return float_of(e < 1 - BIAS ? 1u << (e + 149) : (uint32_t)(e + BIAS) << 23); }
+INLINE float factor_of(int64_t e) { return e < -126 ? float_of(1u << (e + 149)) : power_of_two(e); }
+
+/* Bytes that a rearranged code takes. */
+EXPORT void qgnn_matmul_shared_code_bytes(int64_t *bytes, int64_t threads) { *bytes = sizeof(x_code); }
 
 /* ---- rearranged operands ---- */
 
@@ -54,8 +57,8 @@ EXPORT void qgnn_matmul_shared_pack(
                 const int8_t *from = w + (first + j) * stride_w + b * block_size;
                 const int64_t e = exponent[(first + j) * stride_exponent + b];
                 for (int64_t k = 0; k < n; k++) codes[place(k, j)] = (w_code)(from[k] + OFFSET);
-                if (e == NAN_BLOCK) last[first + j] = NAN;
-                else factors[j] = power_of_two(e - BIAS - fraction_bits);
+                if (e == NAN_EXPONENT) last[first + j] = NAN;
+                else factors[j] = factor_of(e - BIAS - fraction_bits);
             }
         }
     }
@@ -94,8 +97,8 @@ INLINE void pack_panel(
             x_code *codes = p->codes + i * width;
             /* The size of a whole block is a constant, as a rule. */
             p->offset[i] = n == block_size ? pack_block(codes, from, block_size, width) : pack_block(codes, from, n, width);
-            p->factor[i] = e == NAN_BLOCK ? 0.0f : power_of_two(e - BIAS);
-            if (e == NAN_BLOCK) p->last[r] = NAN;
+            p->factor[i] = e == NAN_EXPONENT ? 0.0f : factor_of(e - BIAS);
+            if (e == NAN_EXPONENT) p->last[r] = NAN;
         }
     }
 }
@@ -168,9 +171,10 @@ INLINE void store_tile(
     }
 }
 
-/* out = the sums over blocks + last: [N, M]. The scratch of each part is [blocks, ROWS, width + 2]. */
+/* out = the sums over blocks + last: [N, M]. The scratch of each part is of blocks * ROWS factors, as many offsets, and
+ * `width` times as many codes. */
 EXPORT void qgnn_matmul_shared(
-    float *out, void *scratch, const void *packed, const float *factor, const float *last, const int8_t *x,
+    float *out, char *scratch, const void *packed, const float *factor, const float *last, const int8_t *x,
     const uint8_t *exponent, int64_t N, int64_t M, int64_t K, int64_t stride_x, int64_t stride_exponent,
     int64_t block_size, int64_t parts, int64_t threads
 ) {
@@ -179,7 +183,7 @@ EXPORT void qgnn_matmul_shared(
     threads = useful_threads(N * M * blocks, threads);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
     for (int64_t part = 0; part < parts; part++) {
-        float *own = (float *)scratch + part * blocks * ROWS * (width + 2);
+        float *own = (float *)(scratch + part * blocks * ROWS * (2 * 4 + width * (int64_t)sizeof(x_code)));
         panel p = {.factor = own, .offset = (int32_t *)own + blocks * ROWS, .codes = (x_code *)(own + 2 * blocks * ROWS)};
         for (int64_t n = panels * part / parts * ROWS; n < min_i64(N, panels * (part + 1) / parts * ROWS); n += ROWS) {
             const int64_t rows = min_i64(ROWS, N - n);

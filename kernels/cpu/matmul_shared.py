@@ -8,9 +8,10 @@ order of the blocks. Equal to the reference in every bit, with and without the C
 Oracle: qgnn.reference.matmul_shared
 """
 
+from functools import cache
+
 import torch
 from qgnn.kernels.cpu.library import PARTS, launch, rows_of
-from qgnn.kernels.shared_exponents import check_shared
 from torch import Tensor
 
 _TILE, _ROWS, _ALIGN = 16, 6, 4  # as in matmul_shared.c
@@ -28,7 +29,6 @@ def matmul_shared(
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """``y = x w^T + bias``; the parameters are those of :func:`qgnn.reference.matmul_shared`."""
-    check_shared(x_q, x_exponent, w_q, w_exponent, block_size, fraction_bits)
     (N, K), M = x_q.shape, w_q.shape[0]
     out = torch.empty((N, M))
     if out.numel() == 0:
@@ -37,10 +37,9 @@ def matmul_shared(
     x_exponent, w_exponent = rows_of(x_exponent, torch.uint8), rows_of(w_exponent, torch.uint8)
     bias = None if bias is None else bias.detach().float().contiguous()
     tiles, blocks, width = -(-M // _TILE), x_exponent.shape[1], -(-block_size // _ALIGN) * _ALIGN
-    # Words for codes that may be bytes: what the library was compiled to is not seen here.
-    packed = torch.empty((tiles, blocks, width, _TILE), dtype=torch.int32)
-    parts = min(PARTS, -(-N // _ROWS))
-    scratch = torch.empty((parts, blocks, _ROWS, width + 2), dtype=torch.int32)
+    code_bytes, parts = _code_bytes(), min(PARTS, -(-N // _ROWS))
+    packed = torch.empty((tiles, blocks, width, _TILE, code_bytes), dtype=torch.uint8)
+    scratch = torch.empty((parts, blocks, _ROWS, 2 * 4 + width * code_bytes), dtype=torch.uint8)
     factor, last = torch.empty((tiles, blocks, _TILE)), torch.empty((tiles, _TILE))
     strides = (w_q.stride(0), w_exponent.stride(0))
     sizes = (block_size, fraction_bits)
@@ -49,3 +48,11 @@ def matmul_shared(
     strides = (x_q.stride(0), x_exponent.stride(0))
     launch("qgnn_matmul_shared", *operands, N, M, K, *strides, block_size, parts)
     return out.to(out_dtype)
+
+
+@cache
+def _code_bytes() -> int:
+    """Bytes of a rearranged code, which depend on what the library was compiled for."""
+    size = torch.empty(1, dtype=torch.int64)
+    launch("qgnn_matmul_shared_code_bytes", size)
+    return int(size)

@@ -11,11 +11,9 @@ from qgnn import ops
 from qgnn.formats._format import Encoded, Format
 from qgnn.packing import FLOAT8, Layout
 from qgnn.reference._common import row_chunks
-from qgnn.reference.grids import affine_codes_, bits_of_rows, elements_, from_blocks, to_blocks
+from qgnn.reference.grids import affine_codes_, bits_of_rows, elements_, from_blocks, stored_exponent, to_blocks
 from qgnn.rng import make_seed
 from qgnn.rounding import Grid, shared_scale
-
-_POISON = 255  # code of a NaN scale in E8M0, which stores exponents with 127 added
 
 
 class GridFormat(Format):
@@ -70,7 +68,7 @@ class GridFormat(Format):
                 zero[part] = low.squeeze(2)
             else:
                 values, shared, poisoned = elements_(blocks, grid, bits16)
-                scale = (shared + 127).masked_fill_(poisoned, _POISON).to(torch.uint8)
+                scale = stored_exponent(shared, poisoned)
             codes[part], scales[part] = from_blocks(values, width).to(codes.dtype), scale.squeeze(2)
         return codes, scales if grid.affine else self._scales(scales), zero
 
@@ -90,7 +88,7 @@ class GridFormat(Format):
         converted = torch.compiler.is_compiling() and not self.is_integer
         if self.grid.block_size and not converted:
             return exponent.view(torch.float8_e8m0fnu)
-        return shared_scale(exponent, self.grid)
+        return shared_scale(exponent, self.grid.fraction_bits)
 
     def quantize(self, x: Tensor, dim: int | None = -1, seed: int | Tensor | None = None) -> Tensor:
         """Fake quantization in one pass over the values; see :meth:`Format.quantize`."""

@@ -6,9 +6,7 @@ from dataclasses import dataclass, replace
 
 from qgnn.formats._format import check_width
 from qgnn.formats._grid import GridFormat
-from qgnn.rounding import Grid
-
-_MAX_BLOCK_SIZE = 128  # longer blocks have dot products that fp32 does not hold exactly
+from qgnn.rounding import MAX_SHARED_BLOCK_SIZE, Grid
 
 _ARITHMETIC_DENSITY = {7: 8.8, 6: 10.8, 5: 13.9, 4: 18.3, 3: 31.9, 2: 50.9}
 
@@ -48,7 +46,7 @@ class MSFP(GridFormat):
 
     def __post_init__(self) -> None:
         check_width("MSFP", "mantissa_bits", self.mantissa_bits, 1, 7)
-        check_width("MSFP", "block_size", self.block_size, 2, _MAX_BLOCK_SIZE)
+        check_width("MSFP", "block_size", self.block_size, 2, MAX_SHARED_BLOCK_SIZE)
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"'MSFP' expects 'block_size' to be a power of two (got {self.block_size})")
 

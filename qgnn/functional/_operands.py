@@ -55,7 +55,8 @@ class Operand:
             return self.codes.float().mul_(self.scale[:, None])
         assert self.exponent is not None
         assert self.grid is not None
-        return scale_blocks_(self.codes.float(), shared_scale(self.exponent, self.grid), self.grid.block_size)
+        scale = shared_scale(self.exponent, self.grid.fraction_bits)
+        return scale_blocks_(self.codes.float(), scale, self.grid.block_size)
 
 
 def stream_of(seed: Tensor | None, stream: int) -> Tensor | None:
@@ -77,7 +78,9 @@ def round_rows(rows: Tensor, fmt: Format | None, granularity: str, seed: Tensor 
         codes, exponent = ops.quantize_shared(flat, seed, 0, *grid)
         if grid.block_size:
             return Operand(name_of(fmt), codes=codes, exponent=exponent, grid=grid)
-        return Operand(name_of(fmt), codes=codes.view(rows.shape), scale=shared_scale(exponent, grid).view(-1))
+        return Operand(
+            name_of(fmt), codes=codes.view(rows.shape), scale=shared_scale(exponent, grid.fraction_bits).view(-1)
+        )
     return Operand(
         name_of(fmt), values=fmt.quantize(rows.float(), None if per_tensor and fmt.scales_slices else -1, seed)
     )

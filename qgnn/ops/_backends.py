@@ -173,7 +173,7 @@ def _relative_error(x: Tensor, results: tuple[Any, ...], options: dict[str, Any]
     else:
         codes, scale = results[:2]
         if grid is not None:
-            scale = shared_scale(scale, grid)
+            scale = shared_scale(scale, grid.fraction_bits)
         block_size = (options.get("block_size") if grid is None else grid.block_size) or x.shape[1]
         per_block = scale.dim() == 2
         scale = per_value(scale, block_size, x.shape[1]) if per_block else scale[:, None]

@@ -10,9 +10,9 @@ from torch import Tensor
 from qgnn.ops._backends import Backend
 from qgnn.ops._checks import Signature
 from qgnn.ops._operator import define
+from qgnn.rounding import MAX_SHARED_BLOCK_SIZE, MAX_SHARED_FRACTION_BITS
 
 PASSES = ("forward", "backward_dx", "backward_dw")
-BLOCK_SIZES, FRACTION_BITS = range(1, 129), range(23)  # what products of blocks are exact for
 
 
 def _matmul_codes(
@@ -121,6 +121,10 @@ matmul_shared = define(
     Signature(
         {"x": "N K", "x_exponent": "N K/G", "weight": "M K", "weight_exponent": "M K/G", "bias": "M"},
         sizes={"block_size": "G"},
-        choices={"block_size": BLOCK_SIZES, "fraction_bits": FRACTION_BITS, "pass_": PASSES},
+        choices={
+            "block_size": range(1, MAX_SHARED_BLOCK_SIZE + 1),
+            "fraction_bits": range(MAX_SHARED_FRACTION_BITS + 1),
+            "pass_": PASSES,
+        },
     ),
 )

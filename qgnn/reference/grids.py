@@ -7,10 +7,7 @@ from torch import Tensor
 
 from qgnn.reference._common import compute_dtype, row_chunks, stream_seed
 from qgnn.rng import random_bits16
-from qgnn.rounding import FLUSH, Grid, power_of_two, scale_by_power_
-
-_NAN_EXPONENT = 255
-_BIAS = 127
+from qgnn.rounding import EXPONENT_BIAS, FLUSH, NAN_EXPONENT, Grid, scale_by_power_
 
 
 def to_blocks(x: Tensor, size: int) -> Tensor:
@@ -38,8 +35,8 @@ def _round_(x: Tensor, bits16: Tensor | None) -> Tensor:
 def _shared_exponent(absmax: Tensor, grid: Grid) -> Tensor:
     mantissa, exponent = torch.frexp(absmax)  # absmax = mantissa * 2**exponent, mantissa from 0.5 to below 1
     rounded = exponent - (mantissa == 0.5).int() if grid.round_up else exponent - 1
-    shared = (rounded - grid.max_exponent).clamp(-_BIAS, _BIAS)
-    return shared.masked_fill_(absmax == 0, -_BIAS)
+    shared = (rounded - grid.max_exponent).clamp(-EXPONENT_BIAS, EXPONENT_BIAS)
+    return shared.masked_fill_(absmax == 0, -EXPONENT_BIAS)
 
 
 def elements_(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,11 +48,19 @@ def elements_(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Tensor
     return round_elements_(t, grid, bits16), shared, poisoned
 
 
+def stored_exponent(shared: Tensor, poisoned: Tensor) -> Tensor:
+    """Shared exponents as a byte each."""
+    return (shared + EXPONENT_BIAS).masked_fill_(poisoned, NAN_EXPONENT).to(torch.uint8)
+
+
 def round_elements_(t: Tensor, grid: Grid, bits16: Tensor | None) -> Tensor:
     """The elements of a grid with a shared power of two that values in units of their block become."""
-    exponent = torch.frexp(t).exponent.sub_(1).clamp_min_(grid.min_exponent).sub_(grid.mantissa_bits)
-    rounded = _round_(t.mul_(power_of_two(-exponent, t.dtype)), bits16)
-    return rounded.mul_(power_of_two(exponent, t.dtype)).clamp_(grid.low, grid.high)
+    kind, mantissa, bias = (torch.int64, 52, 1023) if t.dtype == torch.float64 else (torch.int32, 23, 127)
+    # The exponent of a value is a power of two as it stands; of denormal numbers it is 0, which no grid comes near.
+    own = t.view(kind) & ((2 * bias + 1) << mantissa)
+    step = own.clamp_min_((grid.min_exponent + bias) << mantissa).sub_(grid.mantissa_bits << mantissa)
+    t.mul_((((2 * bias) << mantissa) - step).view(t.dtype))
+    return _round_(t, bits16).mul_(step.view(t.dtype)).clamp_(grid.low, grid.high)
 
 
 def affine_codes_(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,5 +135,5 @@ def quantize_shared(x: Tensor, grid: Grid, *, seed: Tensor | None = None, stream
         blocks, bits16 = to_blocks(x[rows].to(compute_dtype(x)), size), bits_of_rows(rows, width, size, seed)
         values_in_units, shared, poisoned = elements_(blocks, grid, bits16)
         codes[rows] = from_blocks(values_in_units, width).to(torch.int8)
-        exponent[rows] = (shared + _BIAS).masked_fill_(poisoned, _NAN_EXPONENT).squeeze(2).to(torch.uint8)
+        exponent[rows] = stored_exponent(shared, poisoned).squeeze(2)
     return codes, exponent

@@ -6,15 +6,7 @@ import torch
 from torch import Tensor
 
 from qgnn.reference._common import row_chunks
-
-_NAN_BLOCK = 255
-_FLOAT64_BIAS, _FLOAT64_MANTISSA = 1023, 52
-
-
-def _factor(exponent: Tensor, shift: int, dtype: torch.dtype) -> Tensor:
-    """Exactly ``2**(exponent - shift)``: ``torch.exp2`` promises the last digit no more than other functions do."""
-    bits = (exponent.long() - shift + _FLOAT64_BIAS).bitwise_left_shift(_FLOAT64_MANTISSA)
-    return bits.view(torch.float64).to(dtype).masked_fill(exponent == _NAN_BLOCK, float("nan"))
+from qgnn.rounding import shared_scale
 
 
 def matmul_shared(
@@ -61,7 +53,8 @@ def matmul_shared(
         for b in range(x_exponent.shape[1]):
             block = slice(b * block_size, (b + 1) * block_size)
             dot = x_q[rows, block].double() @ w_q[:, block].double().t()
-            of_x, of_w = _factor(x_exponent[rows, b], 127, dtype), _factor(w_exponent[:, b], 127 + fraction_bits, dtype)
+            of_x = shared_scale(x_exponent[rows, b], 0, dtype)
+            of_w = shared_scale(w_exponent[:, b], fraction_bits, dtype)
             y += dot.to(dtype) * of_w * of_x[:, None]
         out[rows] = y if bias is None else y + bias.to(dtype)
     return out

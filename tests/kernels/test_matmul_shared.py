@@ -91,26 +91,3 @@ def test_nothing_outside_a_view_is_used(device: str, K: int) -> None:
 def test_products_of_nothing(device: str, N: int, K: int, M: int) -> None:
     o = operands_of(N, K, M, 16).to(device)
     assert_equal(matmul_shared(*o, **options_of(16)), reference.matmul_shared(*o, **options_of(16)))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"block_size": 0}, r"'matmul_shared' expects a 'block_size' from 1 to 128 \(got 0\)"),
-        ({"block_size": 129}, r"'matmul_shared' expects a 'block_size' from 1 to 128 \(got 129\)"),
-        ({"fraction_bits": -1}, r"'matmul_shared' expects 'fraction_bits' from 0 to 22 \(got -1\)"),
-        ({"fraction_bits": 23}, r"'matmul_shared' expects 'fraction_bits' from 0 to 22 \(got 23\)"),
-        ({"block_size": 16}, r"'matmul_shared' expects 'x_exponent' of shape \(5, 3\).* \(got \(5, 2\)\)"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(device: str, change: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        matmul_shared(*operands_of(5, 33, 6, 32).to(device), **options_of(32) | change)
-
-
-def test_operands_that_do_not_fit_are_refused(device: str) -> None:
-    o = operands_of(5, 33, 6, 32).to(device)
-    with pytest.raises(ValueError, match=r"'matmul_shared' expects 'w_q' with 33 columns, .* \(got 32\)"):
-        matmul_shared(*o._replace(w_q=o.w_q[:, :32]), **options_of(32))
-    with pytest.raises(ValueError, match=r"'matmul_shared' expects 'w_exponent' of shape \(6, 2\).* \(got \(5, 2\)\)"):
-        matmul_shared(*o._replace(w_exponent=o.x_exponent), **options_of(32))

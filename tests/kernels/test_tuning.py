@@ -1,10 +1,16 @@
 import ast
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from qgnn.kernels import tuning
+from qgnn.kernels import matmul_shared, quantize_grid, tuning
+
+from grid_cases import INTEGERS
 
 WIDTHS = [1, 2, 7, 16, 33, 128, 130, 256, 257, 602, 1024, 1025, 4096]
 
@@ -177,3 +183,56 @@ def test_sizes_of_a_batch_are_no_part_of_a_compiled_kernel() -> None:
             assert special == [], f"{path.name}: {node.name} compiles anew for each value of {special}"
             kernels += 1
     assert kernels > 30
+
+
+class _Recorder:
+    """In place of a kernel: what it would be launched with."""
+
+    def __init__(self) -> None:
+        self.launches: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda **arguments: self.launches.append(arguments)
+
+
+def _variants(kernel: str, module: ModuleType, launches: list[dict[str, Any]]) -> int:
+    """How many different kernels Triton compiles for these launches: one for each set of constants, of types, and of
+    what it looks for in other values, 1 and multiples of 16."""
+    (node,) = (node for node in ast.walk(ast.parse(inspect.getsource(module))) if getattr(node, "name", "") == kernel)
+    general = ast.unparse(node.decorator_list[0])
+    constants = {arg.arg for arg in node.args.args if arg.annotation is not None}
+
+    def seen(name: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.dtype
+        if name in constants or not isinstance(value, int):
+            return value
+        return None if repr(name) in general else (value == 1, value % 16 == 0)
+
+    return len({tuple((name, seen(name, value)) for name, value in launch.items()) for launch in launches})
+
+
+@pytest.mark.parametrize("widths", [(1001, 905, 1003), (1008, 912, 992), (40_003, 39_999, 50_001)], ids=str)
+@pytest.mark.parametrize("seed", [None, torch.tensor([3])], ids=["nearest", "stochastic"])
+def test_numbers_of_nodes_give_no_new_kernels(
+    monkeypatch: pytest.MonkeyPatch, widths: tuple[int, ...], seed: torch.Tensor | None
+) -> None:
+    """Blocks of the operands of a weight's gradient lie along the nodes of a batch; they are read in columns too."""
+    rounding, product = _Recorder(), _Recorder()
+    monkeypatch.setattr(quantize_grid, "_quantize_grid_kernel", rounding)
+    monkeypatch.setattr(matmul_shared, "_matmul_shared_kernel", product)
+    grid = INTEGERS["msfp12"]
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for N in widths:
+        for name, x in {"rows": torch.zeros(3, N), "columns": torch.zeros(N, 3).t()}.items():
+            rounding.launches.clear()
+            codes, exponent = quantize_grid.quantize_shared(x, grid, seed=seed)
+            quantize_grid.quantize_dequantize(x, grid, seed=seed)
+            kinds.setdefault(f"{name} to codes", []).append(rounding.launches[0])
+            kinds.setdefault(f"{name} to values", []).append(rounding.launches[1])
+        matmul_shared.matmul_shared(codes, exponent, codes, exponent, block_size=16, fraction_bits=6)
+    for launches in kinds.values():
+        assert len(launches) == len(widths)
+        assert _variants("_quantize_grid_kernel", quantize_grid, launches) == 1
+    assert len(product.launches) == len(widths)
+    assert _variants("_matmul_shared_kernel", matmul_shared, product.launches) == 1
