@@ -108,7 +108,8 @@ def test_the_width_of_a_format_with_a_schedule_is_that_of_the_schedule(read: Any
 
 def test_spellings_of_a_run_have_one_key(read: Any) -> None:
     one = read(
-        'sweep = {datasets = ["CORA"], models = ["GCN"], formats = ["INT04"], schedules = ["SDQ[2, 4]"]}\n[[grid]]\nlr = 1\nepochs = 5'
+        'sweep = {datasets = ["CORA"], models = ["GCN"], formats = ["INT04"], schedules = ["SDQ[2, 4]"]}\n'
+        "[[grid]]\nlr = 1\nepochs = 5"
     )
     two = read('[sweep]\nepochs = 5\nlr = 1.0\ndatasets = "cora"\nformats = "int8"\nschedules = "sdq[2,4]"\n[[grid]]\n')
     assert [run.key for run in one.runs] == [run.key for run in two.runs]
