@@ -101,13 +101,12 @@ def codes_or_rows(owner: str, x: Tensor | QTensor) -> tuple[Tensor, Tensor | Non
     that its gradient goes to."""
     if isinstance(x, Tensor):
         return x, None, None
-    codes = x.codes
-    if x.zero is not None or codes.dtype != torch.int8:
+    if x.zero is not None or x.code_dtype != torch.int8:
         raise ValueError(f"'{owner}' expects symmetric int8 codes (got {x!r}); quantize with 'qgnn.QConfig()'")
     per_row, per_tensor = (*x.shape[:-1], 1), (1,) * len(x.shape)
     if x.block_size is not None or tuple(x.scale.shape) not in (per_row, per_tensor):
         raise ValueError(f"'{owner}' expects one scale a row or one a tensor (got scales {list(x.scale.shape)})")
-    return codes, x.scale.reshape(-1), x.origin
+    return x.codes, x.scale.reshape(-1), x.origin
 
 
 def check_float(owner: str, name: str, x: Any) -> None:
