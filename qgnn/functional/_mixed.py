@@ -8,7 +8,7 @@ folds into ``g``; else ``x`` rounded once more, along its rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -26,6 +26,8 @@ from qgnn.qtensor import QTensor
 
 # Streams of one seed, beyond those of the operators: no two roundings of a call share random bits.
 _INPUT, _WEIGHT, _GRAD, _WEIGHT_T, _INPUT_T, _GRAD_T, _WEIGHT_GRAD, _PARTS = 32, 33, 34, 35, 36, 37, 38, 64
+
+_PART = 16  # rows of a part at least: a product arranges its other operand anew for each part
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ def mixed_linear(x: Tensor | QTensor, weight: Tensor, bias: Tensor | None, plan:
     """``x weight^T + bias`` with operands in the formats of ``plan``, forward and backward, of ``x``'s type."""
     given, values = (rows_of(x), x.origin) if isinstance(x, QTensor) else (None, x)
     rows = None if values is None else values.reshape(prod(values.shape[:-1]), values.shape[-1])
+    if not torch.is_grad_enabled():  # of which a function is not told: it would keep rows for a gradient
+        weight = weight.detach()
     y = _MixedLinear.apply(rows, weight, bias, seed, plan, given)
     return y.view(*x.shape[:-1], weight.shape[0]).to(x.dtype)
 
@@ -177,7 +181,7 @@ def _of_rows(
     """The product of rows that are to be rounded, and what is kept of them."""
     x_seed = stream_of(seed, _INPUT)
     # Each part draws random bits of its own: another length would round otherwise.
-    parts = list(row_parts(x.shape[0], x.shape[1], CHUNK)) if plan.granularity == "row" else []
+    parts = list(_parts(*x.shape)) if plan.granularity == "row" else []
     if len(parts) < 2 or _becomes_codes(plan.x):
         rows = round_rows(_wide(x), plan.x, plan.granularity, x_seed)
         y = product(rows, w, bias, "forward")
@@ -203,7 +207,7 @@ def _of_codes(q: QTensor, w: Operand, bias: Tensor | None) -> Tensor:
 
 def _by_parts(q: QTensor, dim: int, run: Callable[[Operand], Tensor]) -> Tensor:
     """The matrix that ``run`` makes of rows, each a row (``dim=0``) or a column, with few of them unpacked at once."""
-    parts = list(row_parts(q.shape[0], q.shape[1], CHUNK)) if q.has_parts else []
+    parts = list(_parts(*q.shape)) if q.has_parts else []
     if len(parts) < 2:
         return run(operand_of(q))
     out: Tensor | None = None
@@ -279,6 +283,11 @@ def _packed(rows: Operand, fmt: Format | None, dtype: torch.dtype) -> QTensor:
 def _becomes_codes(fmt: Format | None) -> bool:
     """Whether rows of it are codes for a product."""
     return fmt is None or fmt.is_integer
+
+
+def _parts(num_rows: int, width: int) -> Iterator[slice]:
+    """Slices of rows of at most :data:`CHUNK` values, and at least :data:`_PART` rows."""
+    return row_parts(num_rows, width, max(CHUNK, _PART * width))
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qgnn.reference._common import compute_dtype, row_chunks, stream_seed
 from qgnn.rng import random_bits16
-from qgnn.rounding import FLUSH, Grid, power_of_two, scale_by_power_
+from qgnn.rounding import FLUSH, Grid, scale_by_power_
 
 _NAN_EXPONENT = 255
 _BIAS = 127
@@ -53,9 +53,12 @@ def elements_(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Tensor
 
 def round_elements_(t: Tensor, grid: Grid, bits16: Tensor | None) -> Tensor:
     """The elements of a grid with a shared power of two that values in units of their block become."""
-    exponent = torch.frexp(t).exponent.sub_(1).clamp_min_(grid.min_exponent).sub_(grid.mantissa_bits)
-    rounded = _round_(t.mul_(power_of_two(-exponent, t.dtype)), bits16)
-    return rounded.mul_(power_of_two(exponent, t.dtype)).clamp_(grid.low, grid.high)
+    kind, mantissa, bias = (torch.int64, 52, 1023) if t.dtype == torch.float64 else (torch.int32, 23, 127)
+    # The exponent of a value is a power of two as it stands; of denormal numbers it is 0, which no grid comes near.
+    own = t.view(kind) & ((2 * bias + 1) << mantissa)
+    step = own.clamp_min_((grid.min_exponent + bias) << mantissa).sub_(grid.mantissa_bits << mantissa)
+    inverse = ((2 * bias) << mantissa) - step
+    return _round_(t.mul_(inverse.view(t.dtype)), bits16).mul_(step.view(t.dtype)).clamp_(grid.low, grid.high)
 
 
 def affine_codes_(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
