@@ -20,7 +20,7 @@ from qgnn.cli.sweep.journal import DONE, FAILED, RUN, START, Journal
 from qgnn.cli.sweep.pool import run_all
 from qgnn.cli.sweep.runner import carry_out, ended_by_sigterm, missing
 from qgnn.cli.sweep.table import write_table
-from sweep_fakes import HEADER, PIDS, STARTED, TRIES, fake, half, runs_of, threads, troubled, wait_for, whose
+from sweep_fakes import HEADER, PIDS, STARTED, TRIES, fake, runs_of, threads, troubled, wait_for, whose
 
 # Python 3.12 and newer, in a process with threads; what is forked here computes nothing.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -173,7 +173,7 @@ def test_a_signal_while_processes_start_ends_the_sweep(
     at_start(monkeypatch, strike)
     before = signal.getsignal(signal.SIGINT), signal.pthread_sigmask(signal.SIG_BLOCK, [])
     with ended_by_sigterm(), pytest.raises(stop):
-        next(run_all(runs_of(9)[2:], half, 2, "fork"))
+        next(run_all(runs_of(9), fake, 2, "fork"))
     assert len(pids) == 1
     assert multiprocessing.active_children() == []
     assert is_gone(pids[0])
