@@ -93,7 +93,7 @@ def test_the_bits_of_a_schedule_are_in_both_tables(tmp_path: Path) -> None:
     }
     lines[runs[0].key]["result"]["best_epoch"] = 7
     (panel,) = panels(runs, lines)
-    assert list(summary(panel).columns[1].cells) == ["50.00 ± 0.00 3.25 bits", "50.00 ± 0.00"]
+    assert list(summary(panel).columns[1].cells) == ["50.00 ± 0.00\n3.25 bits", "50.00 ± 0.00"]
     assert "bits: mean over epochs and seeds" in str(summary(panel).caption)
     assert "bits" not in str(summary(panels(runs[2:], lines)[0]).caption)
 

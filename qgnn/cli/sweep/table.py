@@ -112,15 +112,15 @@ class Cell(NamedTuple):
     bits: tuple[float, ...] = ()
 
     def text(self, num_seeds: int, sign: str = "±") -> str:
-        """As ``81.20 ± 0.51 (-0.30) 5.25 bits``, with the number of seeds if some are missing."""
+        """As ``81.20 ± 0.51 (-0.30)``, with the number of seeds if some are missing, and the bits on a second line."""
         text = f"{mean(self.accuracies):.2f}"
         if len(self.accuracies) > 1:
             text += f" {sign} {stdev(self.accuracies):.2f}"
         if self.differences:
             text += f" ({mean(self.differences):+.2f})"
-        if self.bits:
-            text += f" {mean(self.bits):.2f} bits"
-        return text + (f" n={len(self.accuracies)}" if len(self.accuracies) < num_seeds else "")
+        if len(self.accuracies) < num_seeds:
+            text += f" n={len(self.accuracies)}"
+        return text + (f"\n{mean(self.bits):.2f} bits" if self.bits else "")
 
 
 class Panel(NamedTuple):
