@@ -144,13 +144,16 @@ def _add_sweep(commands: Any) -> None:
         "sweep",
         help="train many combinations of data sets, models, formats, components, schedules and seeds",
         description="Run every combination that a TOML file names, over processes, and compare the accuracy with that "
-        "of fp32. Each run is recorded when it ends: after Ctrl-C, a kill or a change of the file, the same command "
-        "runs what is missing.",
+        "of the same model unquantized, seed by seed. Each run is recorded when it ends: after Ctrl-C, a kill or a "
+        "change of the file, the same command runs what is missing. A run whose process dies is tried once more; runs "
+        "that a changed file no longer names stay in the journal and out of the table.",
     )
     parser.add_argument("spec", metavar="SPEC", help="the file; examples/formats.toml shows how it is written")
     parser.add_argument("--results", metavar="DIR", help="folder of the journal and the table (default: sweeps/NAME)")
     parser.add_argument(
-        "--table", metavar="FILE", help="the table, .csv or .parquet (default: results.csv in the folder of results)"
+        "--table",
+        metavar="FILE",
+        help="the table, .csv or .parquet, which needs pyarrow (default: results.csv in the folder of results)",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the accuracy drop to FILE (.png, .svg, .pdf)")
     parser.add_argument("--root", metavar="DIR", help="folder of the data sets, in place of the file's")
@@ -160,6 +163,10 @@ def _add_sweep(commands: Any) -> None:
         metavar="N",
         help="runs at a time, in place of the file's number (default: one a core, one on a GPU)",
     )
-    parser.add_argument("--limit", type=at_least(0), metavar="N", help="end after N runs")
+    parser.add_argument(
+        "--limit", type=at_least(0), metavar="N", help="end after N runs; with 0, write table and summary anew"
+    )
     parser.add_argument("--retry-failed", action="store_true", help="run again what failed")
-    parser.add_argument("--dry-run", action="store_true", help="count the runs of each grid, and end")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="count the runs of each grid, and end; nothing is written"
+    )

@@ -61,7 +61,7 @@ def test_rows_and_panels_compare_with_the_baseline_of_the_same_seed() -> None:
     (panel,) = panels(runs, lines)
     assert panel.title == "GCN on photo"
     assert panel.cells[("int8", "all")].differences == pytest.approx((-1.0, -3.0)), "of seeds that both have"
-    assert panel.cells[("int8", "all")].text(3) == "79.00 ± 0.00 (-2.00) n=2"
+    assert panel.cells[("int8", "all")].text(3) == "79.00 ± 0.00 (-2.00 ± 1.00) n=2"
     assert panel.cells[("int4", "weights")].text(3) == "50.00 (-30.00) n=1"
     assert (panel.labels, panel.components) == (["int8", "int4"], ["all", "weights"])
     assert list(summary(panel).columns[2].cells) == ["", "50.00 (-30.00) n=1"]
@@ -113,7 +113,8 @@ def test_columns_are_those_of_all_runs_whichever_are_recorded(tmp_path: Path) ->
 
 
 def test_a_parquet_table_has_the_rows(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
+    from pyarrow import parquet
+
     runs = [run_of("int8", seed=seed) for seed in (0, 1)]
     lines = {run.key: LINES | {"result": fake(run)} for run in runs}
     write_table(tmp_path / "t.parquet", runs, lines)

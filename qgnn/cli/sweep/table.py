@@ -15,6 +15,7 @@ from rich.table import Table
 
 from qgnn.cli.errors import UsageError
 from qgnn.cli.report import plus_minus
+from qgnn.cli.scheme import ALL
 from qgnn.cli.sweep.journal import DONE
 from qgnn.cli.sweep.run_spec import BASELINE, NONE, RunSpec
 
@@ -112,15 +113,21 @@ class Cell(NamedTuple):
     bits: tuple[float, ...] = ()
 
     def text(self, num_seeds: int, sign: str = "±") -> str:
-        """As ``81.20 ± 0.51 (-0.30)``, with the number of seeds if some are missing, and the bits on a second line."""
+        """As ``81.20 ± 0.51 (-0.30 ± 0.21)``, with the number of seeds if some are missing; bits on a second line."""
         text = f"{mean(self.accuracies):.2f}"
         if len(self.accuracies) > 1:
             text += f" {sign} {stdev(self.accuracies):.2f}"
         if self.differences:
-            text += f" ({mean(self.differences):+.2f})"
+            error = standard_error(self.differences)
+            text += f" ({mean(self.differences):+.2f}{f' {sign} {error:.2f}' if error is not None else ''})"
         if len(self.accuracies) < num_seeds:
             text += f" n={len(self.accuracies)}"
         return text + (f"\n{mean(self.bits):.2f} bits" if self.bits else "")
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Of the mean; ``None`` of a single value."""
+    return float(stdev(values) / len(values) ** 0.5) if len(values) > 1 else None
 
 
 class Panel(NamedTuple):
@@ -130,7 +137,7 @@ class Panel(NamedTuple):
         title: Which.
         baseline: In full precision, ``None`` if that was not run.
         cells: By format (with schedule and rounding, if the sweep has several) and component.
-        num_seeds: Seeds of the sweep.
+        num_seeds: Seeds that the sweep has for it.
     """
 
     title: str
@@ -156,6 +163,9 @@ def panels(runs: Sequence[RunSpec], recorded: dict[str, Row]) -> list[Panel]:
     mean_bits = {run: result["mean_bits"] for run, result in results.items() if result.get("mean_bits") is not None}
     several_roundings = len({run.rounding for run in runs} - {NONE}) > 1
     recipes = {run.recipe for run in runs}
+    seeds: dict[tuple[Any, ...], set[int]] = {}
+    for run in runs:
+        seeds.setdefault((run.dataset, run.model, run.recipe), set()).add(run.seed)
     groups: dict[tuple[Any, ...], dict[tuple[str, str], list[RunSpec]]] = {}
     for run in results:
         label = run.format
@@ -163,7 +173,8 @@ def panels(runs: Sequence[RunSpec], recorded: dict[str, Row]) -> list[Panel]:
             label += f" {run.schedule}"
         if several_roundings and run.rounding != NONE:
             label += f" {run.rounding}"
-        groups.setdefault((run.dataset, run.model, run.recipe), {}).setdefault((label, run.component), []).append(run)
+        component = ALL if run.component == NONE and run.format != BASELINE else run.component
+        groups.setdefault((run.dataset, run.model, run.recipe), {}).setdefault((label, component), []).append(run)
     made = []
     for (dataset, model, recipe), group in groups.items():
         title = f"{model.upper()} on {dataset}"
@@ -178,7 +189,7 @@ def panels(runs: Sequence[RunSpec], recorded: dict[str, Row]) -> list[Panel]:
             for place, members in group.items()
         }
         baseline = cells.pop((BASELINE, NONE), None)
-        made.append(Panel(title, baseline, cells, len({run.seed for run in runs})))
+        made.append(Panel(title, baseline, cells, len(seeds[dataset, model, recipe])))
     return made
 
 
@@ -192,7 +203,9 @@ def summary(panel: Panel) -> Table:
     sign, caption = plus_minus(), "test accuracy in %, mean and deviation over seeds"
     if panel.baseline is not None:
         accuracy = panel.baseline._replace(differences=()).text(panel.num_seeds, sign)
-        caption = f"{BASELINE}: {accuracy}; {caption} (difference to {BASELINE})"
+        caption = (
+            f"{BASELINE}: {accuracy}; {caption} (difference to {BASELINE} of the same seeds and its standard error)"
+        )
     if any(cell.bits for cell in panel.cells.values()):
         caption += "; bits: mean over epochs and seeds"
     table = Table(title=panel.title, title_justify="left", caption=caption, caption_justify="left")
