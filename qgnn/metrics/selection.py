@@ -197,7 +197,7 @@ def apply_bits(model: nn.Module, bits: Mapping[str, Mapping[str, int | None]], f
                     f"'apply_bits' expects 'fmt' for '{component}' of '{name}', which is in full precision (got None)"
                 )
             formats[component] = None if family is None or width is None else _in_width("apply_bits", family, width)
-        configs[name] = replace(config, components=tuple(formats.items()))
+        configs[name] = replace(config, components=formats)
     for name, config in configs.items():
         layers[name].config = config
 
