@@ -135,6 +135,15 @@ class QTensor:
         dim = -1 if self.layout is None else self.layout.dim
         return t.repeat_interleave(self.block_size, dim=dim).narrow(dim, 0, self.shape[dim])
 
+    def __getstate__(self) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
+        """Fields, float8 ones as bytes, and the types of these: torch writes pickles of float8 that it cannot read."""
+        types = {name: t.dtype for name, t in vars(self).items() if isinstance(t, Tensor) and _is_float8(t.dtype)}
+        return {**vars(self), **{name: getattr(self, name).view(torch.uint8) for name in types}}, types
+
+    def __setstate__(self, state: tuple[dict[str, Any], dict[str, torch.dtype]]) -> None:
+        fields, types = state
+        self.__dict__.update({**fields, **{name: fields[name].view(dtype) for name, dtype in types.items()}})
+
     def __repr__(self) -> str:
         codes = str(self.storage.dtype)
         if self.layout is not None and self.layout.bits != 8:
@@ -143,3 +152,7 @@ class QTensor:
             f"QTensor({codes} {tuple(self.shape)}, scale {tuple(self.scales.shape)}, "
             f"{self.nbytes} bytes for {self.shape.numel()} values of {self.dtype})"
         )
+
+
+def _is_float8(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -151,8 +152,10 @@ def test_records_survive_copies(name: str) -> None:
     file = io.BytesIO()
     torch.save(q, file)
     file.seek(0)
-    for other in (copy.deepcopy(q), torch.load(file, weights_only=False)):
+    for other in (copy.deepcopy(q), pickle.loads(pickle.dumps(q)), torch.load(file, weights_only=False)):
         assert same(other, q)
+        assert other.storage.dtype == q.storage.dtype
+        assert (other.layout, other.name, other.dtype) == (q.layout, name, torch.float32)
         assert torch.equal(other.dequantize(), q.dequantize())
 
 
@@ -283,8 +286,13 @@ def test_encode_and_quantize_reject(name: str) -> None:
         ValueError, match=rf"'{owner}\.\w+' expects a tensor with at least one dimension \(got a scalar\)"
     ):
         fmt.quantize(torch.tensor(1.0))
-    with pytest.raises(IndexError, match="out of range"):
-        fmt.encode(torch.ones(3, 4), dim=2)
+    for call in (fmt.encode, fmt.quantize):
+        for dim in (2, -3):
+            with pytest.raises(IndexError, match=rf"'{owner}\.\w+' expects 'dim' from -2 to 1 \(got {dim}\)"):
+                call(torch.ones(3, 4), dim=dim)
+        for wrong in ([1.0], torch.ones(2, dtype=torch.cfloat), torch.ones(2, dtype=torch.bool)):
+            with pytest.raises(TypeError, match=rf"'{owner}\.\w+' expects a floating-point tensor \(got "):
+                call(wrong)
     if fmt.encode(torch.ones(1)).block_size is not None:
         with pytest.raises(ValueError, match=r"expects the 'dim' that its blocks lie along \(got None\)"):
             fmt.encode(torch.ones(3, 4), None)
