@@ -246,7 +246,10 @@ def check_product_config(config: object, owner: str) -> None:
 def _shared_integer(formats: Mapping[str, Format | None]) -> Int | None:
     """The symmetric integers that all operands have, where results are exact; else ``None``."""
     first, *others = (formats[name] for name in OPERANDS)
-    if not isinstance(first, Int) or not first.symmetric or any(fmt != first for fmt in others):
+    if not isinstance(first, Int) or not first.symmetric:
+        return None
+    # Most are one object: a compiler, for which widths may be variables, then has nothing to compare.
+    if not all(fmt is first or fmt == first for fmt in others):
         return None
     return first if all(formats[name] is None for name in RESULTS) else None
 

@@ -17,20 +17,17 @@ from qgnn.rounding import Grid, shared_scale
 
 _POISON = 255  # code of a NaN scale in E8M0, which stores exponents with 127 added
 
-# Floating-point elements by bits of exponent and mantissa: the exponent of the largest one, bits behind the leading
-# one, the exponent below which they are as coarse as at it, and the largest one.
-_FLOATS = {
-    "e4m3": (8, 3, -6, 448.0),
-    "e5m2": (15, 2, -14, 57344.0),
-    "e2m3": (2, 3, 0, 7.5),
-    "e3m2": (4, 2, -2, 28.0),
-    "e2m1": (2, 1, 0, 6.0),
-}
-
 
 def float_grid(kind: str, block_size: int = 0) -> Grid:
-    """The grid of floating-point elements, in units of what shares a power of two."""
-    max_exponent, mantissa_bits, min_exponent, largest = _FLOATS[kind]
+    """The grid of floating-point elements, by the bits of their exponent and mantissa."""
+    # Written here, as a compiler may take the numbers of a global table for variables.
+    max_exponent, mantissa_bits, min_exponent, largest = {
+        "e4m3": (8, 3, -6, 448.0),
+        "e5m2": (15, 2, -14, 57344.0),
+        "e2m3": (2, 3, 0, 7.5),
+        "e3m2": (4, 2, -2, 28.0),
+        "e2m1": (2, 1, 0, 6.0),
+    }[kind]
     return Grid(block_size, False, max_exponent, 0, mantissa_bits, min_exponent, -largest, largest, False)
 
 
