@@ -7,10 +7,43 @@ codes in each group of eight. Each row starts at a byte.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+CHUNK = 1 << 18  # values of a large matrix that are decoded at once: 1 MiB of fp32, which the second-level cache holds
+
+
+def row_parts(num_rows: int, width: int, most: int = CHUNK) -> Iterator[slice]:
+    """Slices that cover all rows, of at most ``most`` values each; one while compiling, which fuses what is done with
+    them and must not depend on their number."""
+    if torch.compiler.is_compiling():
+        yield slice(0, num_rows)
+        return
+    step = max(1, most // max(1, width))
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
+
+
+def per_value(t: Tensor, block_size: int, width: int, dim: int = -1) -> Tensor:
+    """What blocks along a dimension share, once for each of ``width`` values."""
+    return t.repeat_interleave(block_size, dim=dim).narrow(dim, 0, width)
+
+
+def scale_blocks_(values: Tensor, scale: Tensor, block_size: int, dim: int = -1) -> Tensor:
+    """Multiply values in place by the scales of their blocks along a dimension, which is counted from the end; the last
+    block may be shorter."""
+    width = values.shape[dim]
+    if torch.compiler.is_compiling():  # which fuses the copy, and must not depend on the length of the last block
+        return values.mul_(per_value(scale, block_size, width, dim))
+    whole = width // block_size
+    of_whole, rest = values.split([whole * block_size, width - whole * block_size], dim)
+    first, last = scale.split([whole, scale.shape[dim] - whole], dim)
+    of_whole.unflatten(dim, (whole, block_size)).mul_(first.unsqueeze(dim))
+    rest.mul_(last)
+    return values
 
 
 def packed_bytes(num_codes: int, bits: int) -> int:
@@ -31,16 +64,11 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         - **output:** uint8 ``[..., ceil(F * bits / 8)]``
     """
     num_codes = codes.shape[-1]
-    kind = torch.uint8 if bits <= 8 else torch.int32  # shifts of uint8 drop what leaves the byte
-    whole = torch.nn.functional.pad(codes, (0, -num_codes % 8)).to(kind) & ((1 << bits) - 1)
-    groups = whole.unflatten(-1, (-(-num_codes // 8), 8))
-    stored = torch.empty((*groups.shape[:-1], bits), dtype=torch.uint8, device=codes.device)
-    for byte in range(bits):
-        first, last = 8 * byte // bits, (8 * byte + 7) // bits  # codes with a bit in this byte
-        value = _shifted(groups[..., first], first * bits - 8 * byte)
-        for code in range(first + 1, last + 1):
-            value |= _shifted(groups[..., code], code * bits - 8 * byte)
-        stored[..., byte] = value & 255
+    num_groups = -(-num_codes // 8)
+    kind = torch.uint8 if bits <= 8 else torch.int32
+    whole = torch.nn.functional.pad(codes.to(kind), (0, -num_codes % 8)).contiguous()
+    groups = whole.unflatten(-1, (num_groups, 8))
+    stored = _pack_narrow(groups, bits) if bits < 8 else groups if bits == 8 else _pack_wide(groups, bits)
     return stored.flatten(-2)[..., : packed_bytes(num_codes, bits)]
 
 
@@ -56,18 +84,72 @@ def unpack(stored: Tensor, bits: int, num_codes: int) -> Tensor:
         - **input:** uint8 ``[..., ceil(num_codes * bits / 8)]``
         - **output:** ``[..., num_codes]``, uint8 up to 8 bits, int32 above
     """
-    kind = torch.uint8 if bits <= 8 else torch.int32
     num_groups = -(-num_codes // 8)
-    whole = torch.nn.functional.pad(stored, (0, num_groups * bits - stored.shape[-1]))
-    groups = whole.unflatten(-1, (num_groups, bits)).to(kind)
-    codes = torch.empty((*groups.shape[:-1], 8), dtype=kind, device=stored.device)
+    whole = torch.nn.functional.pad(stored, (0, num_groups * bits - stored.shape[-1])).contiguous()
+    groups = whole.unflatten(-1, (num_groups, bits))
+    codes = _unpack_narrow(groups, bits) if bits < 8 else groups if bits == 8 else _unpack_wide(groups, bits)
+    return codes.flatten(-2)[..., :num_codes]
+
+
+# Codes of less than 8 bits go eight at a time, as the lanes of a 64-bit word: twice as wide and half as many in each of
+# three steps. Words are little-endian.
+_STEPS = (8, 16, 32)
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes; others have to be copied out of longer ones
+
+
+def _lanes(width: int, used: int) -> int:
+    """A word whose lanes have their lowest ``used`` of ``width`` bits set."""
+    return sum(((1 << used) - 1) << lane for lane in range(0, 64, width))
+
+
+def _pack_narrow(groups: Tensor, bits: int) -> Tensor:
+    """uint8 ``[..., 8]`` -> ``[..., bits]``."""
+    words = groups.view(torch.int64).squeeze(-1) & _lanes(8, bits)
+    for width in _STEPS:
+        used = width * bits // 8
+        low = words & _lanes(2 * width, used)
+        words = words.bitwise_xor_(low).bitwise_right_shift_(width - used).bitwise_or_(low)
+    return words.to(_WORDS.get(bits, torch.int64)).unsqueeze(-1).view(torch.uint8)[..., :bits]
+
+
+def _unpack_narrow(groups: Tensor, bits: int) -> Tensor:
+    """uint8 ``[..., bits]`` -> ``[..., 8]``."""
+    kind = _WORDS.get(bits)
+    if kind is None:
+        words = torch.nn.functional.pad(groups, (0, 8 - bits)).view(torch.int64).squeeze(-1)
+    else:
+        words = groups.view(kind).squeeze(-1).to(torch.int64) & _lanes(64, 8 * bits)  # without the sign of the type
+    for width in reversed(_STEPS):
+        used = width * bits // 8
+        low = words & _lanes(2 * width, used)
+        words = words.bitwise_xor_(low).bitwise_left_shift_(width - used).bitwise_or_(low)
+    return words.unsqueeze(-1).view(torch.uint8)
+
+
+def _pack_wide(groups: Tensor, bits: int) -> Tensor:
+    """int32 ``[..., 8]`` -> uint8 ``[..., bits]``."""
+    groups = groups & ((1 << bits) - 1)
+    stored = torch.empty((*groups.shape[:-1], bits), dtype=torch.uint8, device=groups.device)
+    for byte in range(bits):
+        first, last = 8 * byte // bits, (8 * byte + 7) // bits  # codes with a bit in this byte
+        value = _shifted(groups[..., first], first * bits - 8 * byte)
+        for code in range(first + 1, last + 1):
+            value |= _shifted(groups[..., code], code * bits - 8 * byte)
+        stored[..., byte] = value & 255
+    return stored
+
+
+def _unpack_wide(groups: Tensor, bits: int) -> Tensor:
+    """uint8 ``[..., bits]`` -> int32 ``[..., 8]``."""
+    groups = groups.to(torch.int32)
+    codes = torch.empty((*groups.shape[:-1], 8), dtype=torch.int32, device=groups.device)
     for code in range(8):
         first, last = code * bits // 8, (code * bits + bits - 1) // 8  # bytes with a bit of this code
         value = _shifted(groups[..., first], 8 * first - code * bits)
         for byte in range(first + 1, last + 1):
             value |= _shifted(groups[..., byte], 8 * byte - code * bits)
         codes[..., code] = value & ((1 << bits) - 1)
-    return codes.flatten(-2)[..., :num_codes]
+    return codes
 
 
 def _shifted(t: Tensor, left: int) -> Tensor:
@@ -116,8 +198,8 @@ class Layout:
                 return codes.to(torch.int8 if self.signed else torch.uint8)
             return codes.to(FLOAT8[self.mantissa_bits])
         if self.mantissa_bits is not None:
-            codes = self._minifloat_codes(codes.float())
-        return pack(codes.int() if codes.is_floating_point() else codes, self.bits)
+            codes = self._minifloat_codes(codes)
+        return pack(codes, self.bits)
 
     def load(self, storage: Tensor) -> Tensor:
         """The codes of a whole storage: integers, or the floats that codes stand for."""
@@ -125,12 +207,21 @@ class Layout:
             return storage if self.mantissa_bits is None else storage.float()
         codes = unpack(storage.movedim(self.dim, -1), self.bits, self.shape[self.dim])
         if self.mantissa_bits is not None:
-            codes = self._minifloats(storage.device)[codes.int()]
+            codes = self._minifloats(codes)
         elif self.signed:
             sign = 1 << (self.bits - 1)
-            kind = torch.int8 if self.bits < 8 else torch.int32
-            codes = ((codes ^ sign).to(kind) - sign).to(torch.int8 if self.bits < 8 else torch.int16)
+            codes = codes.bitwise_xor_(sign)
+            codes = (codes.view(torch.int8) if self.bits < 8 else codes).sub_(sign).to(self.dtype)
         return codes.movedim(-1, self.dim)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of what :meth:`load` returns."""
+        if self.mantissa_bits is not None:
+            return torch.float32
+        if self.bits <= 8:
+            return torch.int8 if self.signed else torch.uint8
+        return torch.int16 if self.signed else torch.int32
 
     @property
     def min_exponent(self) -> int:
@@ -139,20 +230,23 @@ class Layout:
         return 2 - (1 << (self.bits - self.mantissa_bits - 2))
 
     def _minifloat_codes(self, values: Tensor) -> Tensor:
-        assert self.mantissa_bits is not None
-        exponent = (torch.frexp(values).exponent - 1).clamp_min_(self.min_exponent)
-        exponent.masked_fill_(values == 0, self.min_exponent)  # frexp gives zero the exponent of 1/2
-        # The leading one of a mantissa adds one to the exponent's field; subnormal numbers have none.
-        steps = torch.ldexp(values.abs(), self.mantissa_bits - exponent).int()
-        magnitude = steps + ((exponent - self.min_exponent) << self.mantissa_bits)
-        return magnitude | (values.signbit().int() << (self.bits - 1))
+        dtype, shift, factor = self._in_float8
+        wide = (values.float() * (1 / factor)).to(dtype).view(torch.uint8)
+        return (wide & 127) >> shift | (wide >> 7) << (self.bits - 1)
 
-    def _minifloats(self, device: torch.device) -> Tensor:
-        """The value of each floating-point code."""
+    def _minifloats(self, codes: Tensor) -> Tensor:
+        dtype, shift, factor = self._in_float8
+        sign = 1 << (self.bits - 1)
+        wide = (codes & (sign - 1)) << shift
+        wide |= (codes & sign) << (8 - self.bits)
+        return wide.view(dtype).float().mul_(factor)
+
+    @property
+    def _in_float8(self) -> tuple[torch.dtype, int, float]:
+        """Codes of fewer bits are the lowest ones of a type of 8 bits, times a power of two: the type, by how many bits
+        its mantissa is longer, and the factor."""
         assert self.mantissa_bits is not None
-        codes = torch.arange(1 << self.bits, device=device)
-        magnitude = codes & ((1 << (self.bits - 1)) - 1)
-        field = magnitude >> self.mantissa_bits
-        mantissa = magnitude - ((field - 1).clamp_min(0) << self.mantissa_bits)
-        values = torch.ldexp(mantissa.float(), (field - 1).clamp_min(0) + self.min_exponent - self.mantissa_bits)
-        return torch.where(codes >> (self.bits - 1) == 1, -values, values)
+        dtype = FLOAT8[self.mantissa_bits]
+        wide = Layout(8, (), mantissa_bits=3 if dtype == torch.float8_e4m3fn else 2)
+        assert wide.mantissa_bits is not None
+        return dtype, wide.mantissa_bits - self.mantissa_bits, 2.0 ** (self.min_exponent - wide.min_exponent)

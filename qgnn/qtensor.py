@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgnn.packing import Layout
+from qgnn.packing import CHUNK, Layout, per_value, row_parts, scale_blocks_
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,11 @@ class QTensor:
         """One code a value: ``storage`` itself where nothing is packed; else int8 (int16 above 8 bits), uint8 for codes
         that are not negative (int32 above 8 bits), or fp32 for floating-point codes."""
         return self.storage if self.layout is None else self.layout.load(self.storage)
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """Type of :attr:`codes`, which are not unpacked for it."""
+        return self.storage.dtype if self.layout is None else self.layout.dtype
 
     @property
     def scale(self) -> Tensor:
@@ -103,7 +108,7 @@ class QTensor:
             ValueError: If codes or scales lie along the rows, or a step leaves some out.
         """
         layout = self.layout
-        if (layout is not None and layout.dim == -len(layout.shape)) or rows.step not in (None, 1):
+        if not self.has_parts or rows.step not in (None, 1):
             raise ValueError(f"'part' expects consecutive rows of codes along the columns (got {rows} of {self!r})")
         rows = slice(*rows.indices(int(self.shape[0])))
         if layout is not None:
@@ -117,23 +122,54 @@ class QTensor:
         return replace(self, storage=storage, scales=scales, zero=zero, origin=None, columns=None, layout=layout)
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What autograd saves of it; :meth:`with_tensors` puts it together again."""
+        return self.storage, self.scales, self.zero
+
+    def with_tensors(
+        self, storage: Tensor | None = None, scales: Tensor | None = None, zero: Tensor | None = None
+    ) -> QTensor:
+        """The same values in other tensors, or what is left of the record without any."""
+        alone = replace(self, origin=None, packed=None, columns=None)
+        return replace(alone, storage=storage, scales=scales, zero=zero)  # type: ignore[arg-type]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and zero points together, of :attr:`columns` too."""
-        own = sum(t.nbytes for t in (self.storage, self.scales, self.zero) if t is not None)
+        own = sum(t.nbytes for t in self.tensors if t is not None)
         return own if self.columns is None else own + self.columns.nbytes
 
     def dequantize(self) -> Tensor:
-        """The values that the codes stand for, of type :attr:`dtype`."""
-        value = self.codes.float() * self._per_value(self.scale)
+        """The values that the codes stand for, of type :attr:`dtype`; of a large tensor part by part, unless codes lie
+        along its first dimension."""
+        if torch.compiler.is_compiling() or not self.has_parts or self.shape.numel() <= CHUNK:
+            return self._decoded()
+        values = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        for rows in row_parts(self.shape[0], self.shape[1:].numel()):
+            values[rows] = self.part(rows)._decoded()
+        return values
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether :meth:`part` cuts its rows: neither codes nor scales of blocks lie along them."""
+        return len(self.shape) > 1 and (self.layout is None or self.layout.dim != -len(self.layout.shape))
+
+    def _decoded(self) -> Tensor:
+        value = self.codes.to(torch.float32, copy=self.layout is None)  # packed codes were copied already
+        if self.block_size is None:
+            value *= self.scale
+        else:
+            scale_blocks_(value, self.scale, self.block_size, self._dim)
         if self.zero is not None:
             value += self._per_value(self.zero)
         return value.to(self.dtype)
 
+    @property
+    def _dim(self) -> int:
+        return -1 if self.layout is None else self.layout.dim
+
     def _per_value(self, t: Tensor) -> Tensor:
-        if self.block_size is None:
-            return t
-        dim = -1 if self.layout is None else self.layout.dim
-        return t.repeat_interleave(self.block_size, dim=dim).narrow(dim, 0, self.shape[dim])
+        return t if self.block_size is None else per_value(t, self.block_size, self.shape[self._dim], self._dim)
 
     def __getstate__(self) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
         """Fields, float8 ones as bytes, and the types of these: torch writes pickles of float8 that it cannot read."""

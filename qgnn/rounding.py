@@ -137,18 +137,19 @@ class Grid(NamedTuple):
 def power_of_two(exponent: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """``2.0**exponent``, exactly, of integers from -126 to 127."""
     if dtype == torch.float64:
-        return ((exponent.long() + 1023) << 52).view(torch.float64)
-    return ((exponent.int() + 127) << 23).view(torch.float32)
+        return (exponent.long() + 1023).bitwise_left_shift_(52).view(torch.float64)
+    return (exponent.int() + 127).bitwise_left_shift_(23).view(torch.float32)
 
 
-def scale_by_power(x: Tensor, exponent: Tensor) -> Tensor:
-    """``x * 2**exponent`` for integers from -252 to 254: in two steps, as one factor may not be a normal number."""
+def scale_by_power_(x: Tensor, exponent: Tensor) -> Tensor:
+    """``x * 2**exponent`` in place, for integers from -252 to 254: in two steps, as one factor may not be a normal
+    number."""
     half = exponent >> 1
-    return x * power_of_two(half, x.dtype) * power_of_two(exponent - half, x.dtype)
+    return x.mul_(power_of_two(half, x.dtype)).mul_(power_of_two(exponent - half, x.dtype))
 
 
 def shared_scale(exponent: Tensor, grid: Grid) -> Tensor:
     """The fp32 factors of codes whose blocks have these exponents (uint8, 255 for NaN), as ``quantize_shared`` makes
     them. All are exact: the smallest is a denormal."""
-    scale = scale_by_power(torch.ones_like(exponent, dtype=torch.float32), exponent.int() - (127 + grid.fraction_bits))
+    scale = scale_by_power_(torch.ones_like(exponent, dtype=torch.float32), exponent.int() - (127 + grid.fraction_bits))
     return scale.masked_fill_(exponent == 255, float("nan"))

@@ -6,22 +6,20 @@
  * are coded to a byte each in the first-level cache and folded from there.
  */
 
-#include "common.h"
+#include "half.h"
 
 enum { MAX_BLOCK = 1 << 16 };
 
 /* ---- offset and step of a block ---- */
 
-enum { METADATA_FP32, METADATA_BF16, METADATA_FP16 };
-
 /* The largest number of the type that is not above `value`, or -INFINITY. */
 INLINE float round_down(float value, int64_t type) {
-    if (type == METADATA_FP32 || !isfinite(value)) return value;
+    if (type == FP32 || !isfinite(value)) return value;
     /* Below the smallest normal number of fp16 its numbers are the multiples of 2^-24. */
-    if (type == METADATA_FP16 && fabsf(value) < 0x1p-14f) return floorf(value * 0x1p24f) * 0x1p-24f;
-    const uint32_t dropped = type == METADATA_BF16 ? (1u << 16) - 1 : (1u << 13) - 1;
+    if (type == FP16 && fabsf(value) < 0x1p-14f) return floorf(value * 0x1p24f) * 0x1p-24f;
+    const uint32_t dropped = type == BF16 ? (1u << 16) - 1 : (1u << 13) - 1;
     const float rounded = float_of((bits_of(value) + (value < 0 ? dropped : 0)) & ~dropped);
-    if (type == METADATA_BF16) return rounded;
+    if (type == BF16) return rounded;
     return rounded < -65504.0f ? -INFINITY : fminf(rounded, 65504.0f);
 }
 
@@ -35,7 +33,7 @@ INLINE block_scale make_block_scale(float low, float high, float qmax, int64_t t
     block_scale scale;
     scale.low = round_down(low, type) + 0.0f; /* -0 becomes 0 */
     scale.step = absmax_scale(bits_of(fabsf(high - scale.low)), qmax, &scale.steps);
-    if (type != METADATA_FP32) {
+    if (type != FP32) {
         scale.step = -round_down(-scale.step, type);
         absmax_scale(bits_of(scale.step * qmax), qmax, &scale.steps); /* an exact product: at most 11 + 8 bits */
     }

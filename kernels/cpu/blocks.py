@@ -12,10 +12,9 @@ import math
 from collections.abc import Iterator
 
 import torch
-from qgnn.kernels.cpu.library import launch, stream_key
+from qgnn.kernels.cpu.library import FLOAT_TYPES, launch, stream_key
 from torch import Tensor
 
-_METADATA = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in blocks.c
 _CONVERTED = 1 << 18  # values of another type that are converted at a time: 1 MiB of fp32
 _MAX_BLOCK = 1 << 16  # as in blocks.c, which keeps a block's codes on the stack
 
@@ -93,7 +92,7 @@ def blocks_pack(
             piece = x[values].float().contiguous()  # a vector can have any stride
         operands = (packed[blocks], low[blocks], step[blocks], piece, seed, edges, stream_key(stream), bits)
         sizes = (blocks.start, piece.numel(), block_size)
-        launch("qgnn_blocks_pack", *operands, _METADATA[metadata_dtype], *sizes)
+        launch("qgnn_blocks_pack", *operands, FLOAT_TYPES[metadata_dtype], *sizes)
     return packed, low.to(metadata_dtype), step.to(metadata_dtype)  # exact: they are numbers of that type
 
 

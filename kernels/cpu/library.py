@@ -14,6 +14,7 @@ from qgnn.kernels.cpu import build
 from torch import Tensor
 
 PARTS = 16  # of rows, for threads to share and to add up in order, whatever the number of threads
+FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in half.h
 _STREAM_STEP = 0x5BF0363585EBCA6B
 
 _HUGE_PAGE, _HUGE_BYTES, _MADV_HUGEPAGE = 1 << 21, 1 << 23, 14

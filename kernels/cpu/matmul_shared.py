@@ -39,12 +39,13 @@ def matmul_shared(
     tiles, blocks, width = -(-M // _TILE), x_exponent.shape[1], -(-block_size // _ALIGN) * _ALIGN
     # Words for codes that may be bytes: what the library was compiled to is not seen here.
     packed = torch.empty((tiles, blocks, width, _TILE), dtype=torch.int32)
-    scratch = torch.empty((PARTS, blocks, _ROWS, width + 2), dtype=torch.int32)
+    parts = min(PARTS, -(-N // _ROWS))
+    scratch = torch.empty((parts, blocks, _ROWS, width + 2), dtype=torch.int32)
     factor, last = torch.empty((tiles, blocks, _TILE)), torch.empty((tiles, _TILE))
     strides = (w_q.stride(0), w_exponent.stride(0))
     sizes = (block_size, fraction_bits)
     launch("qgnn_matmul_shared_pack", packed, factor, last, w_q, w_exponent, bias, M, K, *strides, *sizes)
     operands = (out, scratch, packed, factor, last, x_q, x_exponent)
     strides = (x_q.stride(0), x_exponent.stride(0))
-    launch("qgnn_matmul_shared", *operands, N, M, K, *strides, block_size, PARTS)
+    launch("qgnn_matmul_shared", *operands, N, M, K, *strides, block_size, parts)
     return out.to(out_dtype)

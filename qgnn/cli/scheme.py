@@ -104,6 +104,10 @@ class Scheme:
         return contextlib.nullcontext()
 
 
+# The converted model with nothing quantized: what runs in number formats are compared with, seed by seed.
+UNQUANTIZED = Scheme("fp32", QConfig.only())
+
+
 def parse_scheme(text: str) -> Scheme:
     """The scheme of a name: a format, then where wanted a component and a schedule, with colons between them.
 

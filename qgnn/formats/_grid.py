@@ -11,7 +11,7 @@ from qgnn import ops
 from qgnn.formats._format import Encoded, Format
 from qgnn.packing import FLOAT8, Layout
 from qgnn.reference._common import row_chunks
-from qgnn.reference.grids import affine_codes, bits_of_rows, elements, from_blocks, to_blocks
+from qgnn.reference.grids import affine_codes_, bits_of_rows, elements_, from_blocks, to_blocks
 from qgnn.rng import make_seed
 from qgnn.rounding import Grid, shared_scale
 
@@ -79,10 +79,10 @@ class GridFormat(Format):
         for part in row_chunks(num_rows, width) if width else ():
             blocks, bits16 = to_blocks(rows[part].float(), size), bits_of_rows(part, width, size, seed)
             if zero is not None:
-                values, scale, low = affine_codes(blocks, grid, bits16)
+                values, scale, low = affine_codes_(blocks, grid, bits16)
                 zero[part] = low.squeeze(2)
             else:
-                values, shared, poisoned = elements(blocks, grid, bits16)
+                values, shared, poisoned = elements_(blocks, grid, bits16)
                 scale = (shared + 127).masked_fill_(poisoned, _POISON).to(torch.uint8)
             codes[part], scales[part] = from_blocks(values, width).to(codes.dtype), scale.squeeze(2)
         return codes, scales if grid.affine else self._scales(scales), zero

@@ -11,7 +11,7 @@ from qgnn.formats._format import Encoded, Format, check_kind, only_width
 from qgnn.formats._grid import float_grid
 from qgnn.packing import FLOAT8, Layout
 from qgnn.reference._common import row_chunks
-from qgnn.reference.grids import round_elements
+from qgnn.reference.grids import round_elements_
 from qgnn.rng import random_bits16
 from qgnn.rounding import FLUSH
 
@@ -73,7 +73,7 @@ class Float8(Format):
             inverse = torch.where(live, torch.full_like(absmax, grid.high) / absmax, 0.0)
             bits16 = None if seed is None else random_bits16(part.start, part.stop - part.start, rows.shape[1], seed)
             units = (values * inverse).masked_fill_(poisoned, 0.0)
-            codes[part] = round_elements(units, grid, bits16).to(codes.dtype)
+            codes[part] = round_elements_(units, grid, bits16).to(codes.dtype)
             scale = torch.where(live, absmax * (1.0 / grid.high), 0.0)
             scales[part] = scale.masked_fill_(poisoned, float("nan"))
         return codes, scales, None

@@ -13,7 +13,7 @@ from qgnn.activation import dropout_threshold
 from qgnn.config import QConfig
 from qgnn.graph import Graph, as_graph
 from qgnn.qtensor import QTensor
-from qgnn.rng import make_seed
+from qgnn.rng import make_rounding_seed, make_seed
 
 
 def draw_seed(config: QConfig, seed: int | Tensor | None, x: Tensor) -> Tensor | None:
@@ -22,7 +22,7 @@ def draw_seed(config: QConfig, seed: int | Tensor | None, x: Tensor) -> Tensor |
         raise NotImplementedError(
             "'torch.func' does not transform integer operands; use 'torch.autograd.grad', or config=None"
         )
-    return make_seed(seed, x.device) if config.stochastic else None
+    return make_rounding_seed(seed, x.device) if config.stochastic else None
 
 
 def keeps_codes(config: QConfig, weight: Tensor) -> bool:
@@ -101,13 +101,12 @@ def codes_or_rows(owner: str, x: Tensor | QTensor) -> tuple[Tensor, Tensor | Non
     that its gradient goes to."""
     if isinstance(x, Tensor):
         return x, None, None
-    codes = x.codes
-    if x.zero is not None or codes.dtype != torch.int8:
+    if x.zero is not None or x.code_dtype != torch.int8:
         raise ValueError(f"'{owner}' expects symmetric int8 codes (got {x!r}); quantize with 'qgnn.QConfig()'")
     per_row, per_tensor = (*x.shape[:-1], 1), (1,) * len(x.shape)
     if x.block_size is not None or tuple(x.scale.shape) not in (per_row, per_tensor):
         raise ValueError(f"'{owner}' expects one scale a row or one a tensor (got scales {list(x.scale.shape)})")
-    return codes, x.scale.reshape(-1), x.origin
+    return x.codes, x.scale.reshape(-1), x.origin
 
 
 def check_float(owner: str, name: str, x: Any) -> None:

@@ -8,8 +8,9 @@ folds into ``g``; else ``x`` rounded once more, along its rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +20,8 @@ from qgnn import ops
 from qgnn.autocast import without_autocast
 from qgnn.config import QConfig
 from qgnn.formats import Format
-from qgnn.functional._operands import CHUNK, Operand, operand_of, product, round_rows, stream_of
-from qgnn.packing import Layout
+from qgnn.functional._operands import Operand, decoded, operand_of, product, round_rows, rows_of, stream_of
+from qgnn.packing import CHUNK, Layout, row_parts
 from qgnn.qtensor import QTensor
 
 # Streams of one seed, beyond those of the operators: no two roundings of a call share random bits.
@@ -69,8 +70,8 @@ def plan_of(config: QConfig, x: Tensor | QTensor) -> Plan:
 
 def mixed_linear(x: Tensor | QTensor, weight: Tensor, bias: Tensor | None, plan: Plan, seed: Tensor | None) -> Tensor:
     """``x weight^T + bias`` with operands in the formats of ``plan``, forward and backward, of ``x``'s type."""
-    given, values = (x, x.origin) if isinstance(x, QTensor) else (None, x)
-    rows = None if values is None else values.reshape(-1, x.shape[-1])
+    given, values = (rows_of(x), x.origin) if isinstance(x, QTensor) else (None, x)
+    rows = None if values is None else values.reshape(prod(values.shape[:-1]), values.shape[-1])
     y = _MixedLinear.apply(rows, weight, bias, seed, plan, given)
     return y.view(*x.shape[:-1], weight.shape[0]).to(x.dtype)
 
@@ -91,16 +92,15 @@ class _Kept(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         q = self.codes or self.columns
-        return (self.rows, None, None) if q is None else (q.storage, q.scales, q.zero)
+        return (self.rows, None, None) if q is None else q.tensors
 
-    def with_tensors(self, tensors: tuple[Tensor | None, ...] | None) -> _Kept:
+    def with_tensors(self, *tensors: Tensor | None) -> _Kept:
         """The same with other tensors, or without any."""
-        q = self.codes or self.columns
-        if q is None:
-            return _Kept(None if tensors is None else tensors[0])
-        storage, scales, zero = (None,) * 3 if tensors is None else tensors
-        q = replace(q, storage=storage, scales=scales, zero=zero, origin=None, columns=None)  # type: ignore[arg-type]
-        return _Kept(None, q, None) if self.codes is not None else _Kept(None, None, q)
+        if self.codes is not None:
+            return _Kept(codes=self.codes.with_tensors(*tensors))
+        if self.columns is not None:
+            return _Kept(columns=self.columns.with_tensors(*tensors))
+        return _Kept(tensors[0] if tensors else None)
 
 
 class _MixedLinear(torch.autograd.Function):
@@ -124,7 +124,7 @@ class _MixedLinear(torch.autograd.Function):
                 y = _of_codes(given, w, bias)
                 kept = _Kept(codes=given) if given.columns is None else _Kept(columns=given.columns)
         ctx.save_for_backward(weight, seed, *(kept.tensors if ctx.needs_input_grad[1] else ()))
-        ctx.plan, ctx.kept = plan, kept.with_tensors(None)
+        ctx.plan, ctx.kept = plan, kept.with_tensors()
         ctx.x_dtype, ctx.bias_dtype = (None if t is None else t.dtype for t in (x, bias))
         return y
 
@@ -134,7 +134,7 @@ class _MixedLinear(torch.autograd.Function):
         run = _gradients if torch.compiler.is_compiling() else _Gradients.apply
         options = (ctx.needs_input_grad[:3], ctx.x_dtype, ctx.bias_dtype)
         return (
-            *run(grad, weight, seed, ctx.plan, ctx.kept.with_tensors(tuple(tensors) or None), *options),
+            *run(grad, weight, seed, ctx.plan, ctx.kept.with_tensors(*tensors), *options),
             *(None,) * 3,
         )
 
@@ -176,8 +176,9 @@ def _of_rows(
 ) -> tuple[Tensor, _Kept]:
     """The product of rows that are to be rounded, and what is kept of them."""
     x_seed = stream_of(seed, _INPUT)
-    parts = list(_parts(*x.shape)) if plan.granularity == "row" else [slice(0, x.shape[0])]
-    if len(parts) == 1 or _becomes_codes(plan.x):
+    # Each part draws random bits of its own: another length would round otherwise.
+    parts = list(row_parts(x.shape[0], x.shape[1], CHUNK)) if plan.granularity == "row" else []
+    if len(parts) < 2 or _becomes_codes(plan.x):
         rows = round_rows(_wide(x), plan.x, plan.granularity, x_seed)
         y = product(rows, w, bias, "forward")
         if keep and plan.keeps_codes and rows.scale is not None:
@@ -187,17 +188,32 @@ def _of_rows(
         for number, part in enumerate(parts):
             rows = round_rows(_wide(x[part]), plan.x, "row", stream_of(x_seed, _PARTS + number))
             y[part] = product(rows, w, bias, "forward")
+    del rows  # what is made of the columns takes its place
     if not keep or plan.x is None or not plan.keeps_codes:
         return y, _Kept(x if keep else None)
     return y, _Kept(columns=encode_columns(x, plan.x, plan.granularity, stream_of(seed, _INPUT_T)))
 
 
 def _of_codes(q: QTensor, w: Operand, bias: Tensor | None) -> Tensor:
-    """The product of rows that are codes already; those that stand for floats are decoded by parts."""
-    if len(q.shape) != 2 or q.layout is None or q.layout.mantissa_bits is None:
+    """The product of rows that are codes already; packed ones are unpacked by parts."""
+    if q.layout is None or (q.layout.bits == 8 and q.layout.mantissa_bits is None):
         return product(operand_of(q), w, bias, "forward")
-    products = [product(operand_of(q.part(part)), w, bias, "forward") for part in _parts(*q.shape)]
-    return products[0] if len(products) == 1 else torch.cat(products)
+    return _by_parts(q, 0, lambda rows: product(rows, w, bias, "forward"))
+
+
+def _by_parts(q: QTensor, dim: int, run: Callable[[Operand], Tensor]) -> Tensor:
+    """The matrix that ``run`` makes of rows, each a row (``dim=0``) or a column, with few of them unpacked at once."""
+    parts = list(row_parts(q.shape[0], q.shape[1], CHUNK)) if q.has_parts else []
+    if len(parts) < 2:
+        return run(operand_of(q))
+    out: Tensor | None = None
+    for part in parts:
+        made = run(operand_of(q.part(part)))
+        if out is None:
+            out = made.new_empty((q.shape[0], made.shape[1]) if dim == 0 else (made.shape[0], q.shape[0]))
+        out.narrow(dim, part.start, part.stop - part.start).copy_(made)
+    assert out is not None
+    return out
 
 
 def encode_rows(x: Tensor, config: QConfig, seed: Tensor | None, origin: Tensor | None) -> QTensor:
@@ -209,8 +225,9 @@ def encode_rows(x: Tensor, config: QConfig, seed: Tensor | None, origin: Tensor 
             "'quantize' expects a format for the component 'features' in 'config' (got None); give the format itself"
         )
     q = fmt.encode(x, None if config.granularity == "tensor" and fmt.scales_slices else -1, stream_of(seed, _INPUT))
-    if x.dim() == 2 and not (fmt.is_integer and fmt.scales_slices):
-        q = replace(q, columns=encode_columns(x, fmt, config.granularity, stream_of(seed, _INPUT_T)))
+    if not (fmt.is_integer and fmt.scales_slices):
+        rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
+        q = replace(q, columns=encode_columns(rows, fmt, config.granularity, stream_of(seed, _INPUT_T)))
     return replace(q, origin=origin)
 
 
@@ -235,10 +252,9 @@ def _weight_grad(grad: Tensor, g: Operand, kept: _Kept, plan: Plan, seed: Tensor
     gt = round_rows(grad.t(), plan.grad, plan.granularity, stream_of(seed, _GRAD_T))
     columns = kept.columns
     if kept.codes is not None:
-        dw = product(gt, Operand(kept.codes.name, values=_wide(kept.codes.dequantize()).t()), None, "backward_dw")
+        dw = product(gt, Operand(kept.codes.name, values=decoded(kept.codes).t()), None, "backward_dw")
     elif columns is not None:
-        parts = [operand_of(columns.part(part)) for part in _parts(*columns.shape)]
-        dw = torch.cat([product(gt, part, None, "backward_dw") for part in parts], 1)
+        dw = _by_parts(columns, 1, lambda rows: product(gt, rows, None, "backward_dw"))
     else:
         assert kept.rows is not None
         x = round_rows(_wide(kept.rows).t(), plan.x, plan.granularity, stream_of(seed, _INPUT_T))
@@ -263,16 +279,6 @@ def _packed(rows: Operand, fmt: Format | None, dtype: torch.dtype) -> QTensor:
 def _becomes_codes(fmt: Format | None) -> bool:
     """Whether rows of it are codes for a product."""
     return fmt is None or fmt.is_integer
-
-
-def _parts(num_rows: int, width: int) -> Iterator[slice]:
-    """Slices of rows of at most :data:`CHUNK` values; one while compiling, which fuses what is done with them."""
-    if torch.compiler.is_compiling() or num_rows * width <= CHUNK:
-        yield slice(0, num_rows)
-        return
-    step = max(1, CHUNK // width)
-    for start in range(0, num_rows, step):
-        yield slice(start, min(start + step, num_rows))
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ integers with shared exponents in theirs; any other pair is multiplied in fp32, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -14,11 +15,10 @@ from torch import Tensor
 from qgnn import ops, trace
 from qgnn.formats import Format, Int
 from qgnn.formats._format import name_of
+from qgnn.packing import scale_blocks_
 from qgnn.qtensor import QTensor
 from qgnn.rng import stream_key
 from qgnn.rounding import Grid, shared_scale
-
-CHUNK = 1 << 18  # values that are turned into fp32 at once, so that no copy of a large matrix is made
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,10 @@ class Operand:
             return self.values
         assert self.codes is not None
         if self.scale is not None:
-            return self.codes.float() * self.scale[:, None]
-        return self.codes.float() * self._scale_of_blocks()
-
-    def _scale_of_blocks(self) -> Tensor:
+            return self.codes.float().mul_(self.scale[:, None])
         assert self.exponent is not None
         assert self.grid is not None
-        assert self.codes is not None
-        scale = shared_scale(self.exponent, self.grid)
-        return scale.repeat_interleave(self.grid.block_size, dim=1)[:, : self.codes.shape[1]]
+        return scale_blocks_(self.codes.float(), shared_scale(self.exponent, self.grid), self.grid.block_size)
 
 
 def stream_of(seed: Tensor | None, stream: int) -> Tensor | None:
@@ -90,15 +85,42 @@ def round_rows(rows: Tensor, fmt: Format | None, granularity: str, seed: Tensor 
 
 def operand_of(q: QTensor) -> Operand:
     """Rows ``[R, C]`` that are codes already, with scales of rows or of blocks of columns."""
-    codes, layout = q.codes, q.layout  # unpacked once
-    if q.zero is not None or codes.dtype != torch.int8:
-        return Operand(q.name, values=q.dequantize())
-    if q.block_size is None and q.scales.shape[-1] == 1:
-        return Operand(q.name, codes=codes, scale=q.scale.reshape(-1))
-    if layout is not None and q.block_size and layout.mantissa_bits is None and layout.dim == -1:
-        grid = Grid(q.block_size, False, 0, layout.fraction_bits, 0, 0, 0, 0, False)
-        return Operand(q.name, codes=codes, exponent=q.scales.view(torch.uint8), grid=grid)
-    return Operand(q.name, values=q.dequantize())
+    layout = q.layout
+    if q.zero is None and q.code_dtype == torch.int8:
+        if q.block_size is None and q.scales.shape[-1] == 1:
+            return Operand(q.name, codes=q.codes, scale=q.scale.reshape(-1))
+        if layout is not None and q.block_size and layout.dim == -1:
+            grid = Grid(q.block_size, False, 0, layout.fraction_bits, 0, 0, 0, 0, False)
+            return Operand(q.name, codes=q.codes, exponent=q.scales.view(torch.uint8), grid=grid)
+    return Operand(q.name, values=decoded(q))
+
+
+def decoded(q: QTensor) -> Tensor:
+    """The values of codes, in the type that products outside of kernels are computed in."""
+    return (q if q.dtype == torch.float64 else replace(q, dtype=torch.float32)).dequantize()
+
+
+def rows_of(q: QTensor) -> QTensor:
+    """Codes ``[..., C]`` as those of a matrix."""
+    lead, layout = q.shape[:-1], q.layout
+    if len(lead) == 1:
+        return q
+    if layout is not None and layout.dim != -1:
+        raise ValueError(
+            f"'linear' expects codes of more than two dimensions to lie along the last one (got {q!r}, along dimension "
+            f"{layout.dim}); encode with dim=-1"
+        )
+
+    num_rows = prod(lead)
+
+    def flat(t: Tensor) -> Tensor:
+        shared = prod(t.shape[:-1]) == 1
+        return t.reshape(1, -1) if shared else t.expand(*lead, -1).reshape(num_rows, t.shape[-1])
+
+    if layout is not None:
+        layout = replace(layout, shape=(num_rows, q.shape[-1]))
+    zero = None if q.zero is None else flat(q.zero)
+    return replace(q, storage=flat(q.storage), scales=flat(q.scales), zero=zero, origin=None, layout=layout)
 
 
 def product(a: Operand, b: Operand, bias: Tensor | None, pass_: str) -> Tensor:

@@ -63,7 +63,7 @@ def message_rows(
 
 def is_row_coded(q: QTensor) -> bool:
     """Whether codes are integers of at most 8 bits with a scale a row, or one, which kernels gather."""
-    return q.zero is None and q.block_size is None and q.codes.dtype == torch.int8
+    return q.zero is None and q.block_size is None and q.code_dtype == torch.int8
 
 
 def aggregated(y: Tensor, config: QConfig, seed: Tensor | None, *, with_gradient: bool) -> Tensor:

@@ -207,48 +207,59 @@ def score_weight(att: Tensor, weight: Tensor) -> Tensor:
 
 def score_product(x: Tensor | QTensor, codes: Tensor | QTensor, weight: Tensor) -> Tensor:
     """``x weight^T`` in full precision, as the exponential behind scores wants them; of ``x`` what is kept for the
-    gradient of ``weight`` are the codes that other products keep anyway.
+    gradient of ``weight`` are the codes that other products keep anyway. Of activations in formats with blocks, or with
+    a zero point, these are the codes of columns, which each product makes of its own: there the rows are kept.
 
     Args:
         x: Rows.
-        codes: The same as the other products take them; kept if they are multiples of one scale a row.
+        codes: The same as the other products take them; kept if they are multiples of one scale a row, or all that
+            there is of ``x``.
         weight: Of :func:`score_weight`.
     """
     value = float_rows(x)
     if torch.compiler.is_compiling():  # which decides what is kept
         return value.to(weight.dtype) @ weight.t()
-    if isinstance(codes, Tensor) or codes.zero is not None or codes.scale.shape[1] != 1:
-        return _ScoreProduct.apply(value, weight, value, None)
-    return _ScoreProduct.apply(value, weight, codes.codes, codes.scale)
+    given = isinstance(x, QTensor) and x.origin is None
+    keeps_codes = isinstance(codes, QTensor) and (given or _is_by_row(codes))
+    return _ScoreProduct.apply(value, weight, codes if keeps_codes else None)
+
+
+def _is_by_row(q: QTensor) -> bool:
+    """Whether values are codes times one scale a row, which the gradient of a product may be multiplied by instead."""
+    return q.zero is None and q.scales.shape[1] == 1
 
 
 class _ScoreProduct(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, kept: Tensor, scale: Tensor | None) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, codes: QTensor | None) -> Tensor:
         return x.to(weight.dtype) @ weight.t()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, kept, scale = inputs
-        ctx.save_for_backward(weight, *((kept, scale) if ctx.needs_input_grad[1] else (None, None)))
-        ctx.dtype = x.dtype
+        x, weight, codes = inputs
+        kept = (x, None, None) if codes is None else codes.tensors
+        ctx.save_for_backward(weight, *(kept if ctx.needs_input_grad[1] else (None,) * 3))
+        ctx.codes, ctx.dtype = None if codes is None else codes.with_tensors(), x.dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, kept, scale = ctx.saved_tensors
-        dx, d_weight = _ScoreGradients.apply(grad, weight, kept, scale, ctx.dtype, ctx.needs_input_grad[0])
-        return dx, d_weight, None, None
+        weight, *kept = ctx.saved_tensors
+        rows = kept[0] if ctx.codes is None or kept[0] is None else ctx.codes.with_tensors(*kept)
+        return *_ScoreGradients.apply(grad, weight, rows, ctx.dtype, ctx.needs_input_grad[0]), None
 
 
 class _ScoreGradients(torch.autograd.Function):
     @staticmethod
     def forward(
-        grad: Tensor, weight: Tensor, kept: Tensor | None, scale: Tensor | None, dtype: torch.dtype, needs_dx: bool
+        grad: Tensor, weight: Tensor, rows: Tensor | QTensor | None, dtype: torch.dtype, needs_dx: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         with without_autocast(grad.device.type):
             dx = (grad @ weight).to(dtype) if needs_dx else None
-            scaled = grad if scale is None else grad * scale
-            return dx, None if kept is None else scaled.t() @ kept.to(grad.dtype)
+            if isinstance(rows, QTensor) and _is_by_row(rows):
+                grad, rows = grad * rows.scale, rows.codes
+            elif isinstance(rows, QTensor):
+                rows = rows.dequantize()
+            return dx, None if rows is None else grad.t() @ rows.to(grad.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

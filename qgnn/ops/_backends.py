@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qgnn import reference, trace
 from qgnn.activation import Activation
+from qgnn.packing import per_value
 from qgnn.rounding import shared_scale
 from qgnn.weak_cache import cached
 
@@ -173,9 +174,9 @@ def _relative_error(x: Tensor, results: tuple[Any, ...], options: dict[str, Any]
         codes, scale = results[:2]
         if grid is not None:
             scale = shared_scale(scale, grid)
-        block_size = (grid.block_size or x.shape[1]) if grid is not None else options.get("block_size")
+        block_size = (options.get("block_size") if grid is None else grid.block_size) or x.shape[1]
         per_block = scale.dim() == 2
-        scale = scale.repeat_interleave(block_size, dim=1)[:, : x.shape[1]] if per_block else scale[:, None]
+        scale = per_value(scale, block_size, x.shape[1]) if per_block else scale[:, None]
         restored = codes.float() * scale
     if options.get("mask") is not None:
         x, _ = reference.activation_backward(x, options["mask"], factor=options["factor"])

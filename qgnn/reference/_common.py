@@ -7,20 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from qgnn.packing import row_parts
 from qgnn.rng import stream_key
 
 CHUNK_ELEMENTS = 1 << 20  # 4 MiB of fp32: stays in the last-level cache, and is worth waking the threads for
 
 
 def row_chunks(num_rows: int, row_elements: int) -> Iterator[slice]:
-    """Slices that cover all rows, of at most ``CHUNK_ELEMENTS`` elements each; one while compiling, which fuses what is
-    done with them and must not depend on their number."""
-    if torch.compiler.is_compiling():
-        yield slice(0, num_rows)
-        return
-    step = max(1, CHUNK_ELEMENTS // max(1, row_elements))
-    for start in range(0, num_rows, step):
-        yield slice(start, min(start + step, num_rows))
+    """Slices that cover all rows, of at most ``CHUNK_ELEMENTS`` elements each; one while compiling."""
+    return row_parts(num_rows, row_elements, CHUNK_ELEMENTS)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

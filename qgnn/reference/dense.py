@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from qgnn.activation import Activation
+from qgnn.packing import per_value
 from qgnn.reference._common import compute_dtype, row_chunks, stream_seed
 from qgnn.reference.activation import activate, activation_backward
 from qgnn.rng import random_bits16
@@ -67,7 +68,7 @@ def quantize(
         chunk = x[rows].float()
         scale[rows], inverse = absmax_scale(_group_absmax(chunk, group), bits)
         if num_groups > 1:
-            inverse = inverse.repeat_interleave(group, dim=1)[:, :width]
+            inverse = per_value(inverse, group, width)
         _fill_codes(codes[rows], chunk, inverse, rows.start, seed)
     if granularity == "block":
         return codes, scale

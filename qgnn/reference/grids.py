@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qgnn.reference._common import compute_dtype, row_chunks, stream_seed
 from qgnn.rng import random_bits16
-from qgnn.rounding import FLUSH, Grid, power_of_two, scale_by_power
+from qgnn.rounding import FLUSH, Grid, power_of_two, scale_by_power_
 
 _NAN_EXPONENT = 255
 _BIAS = 127
@@ -24,12 +24,15 @@ def from_blocks(blocks: Tensor, width: int) -> Tensor:
     return blocks.flatten(1)[:, :width]
 
 
-def _round(x: Tensor, bits16: Tensor | None) -> Tensor:
+# A trailing underscore: the first argument is the caller's own copy, which is used up, as parts are large.
+
+
+def _round_(x: Tensor, bits16: Tensor | None) -> Tensor:
     """To nearest, halves to even; with random bits, down or up."""
     if bits16 is None:
-        return x.round()
+        return x.round_()
     floor = x.floor()
-    return floor + (((x - floor) * 65536.0).int() + bits16 >= 65536).to(x.dtype)
+    return floor.add_(x.sub_(floor).mul_(65536.0).int().add_(bits16) >= 65536)
 
 
 def _shared_exponent(absmax: Tensor, grid: Grid) -> Tensor:
@@ -39,23 +42,23 @@ def _shared_exponent(absmax: Tensor, grid: Grid) -> Tensor:
     return shared.masked_fill_(absmax == 0, -_BIAS)
 
 
-def elements(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def elements_(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Elements [R, B, G] in units of their block, its shared exponent and whether it is poisoned: [R, B, 1]."""
     absmax = blocks.abs().amax(2, keepdim=True)
     poisoned = ~(absmax < float("inf"))
     shared = _shared_exponent(absmax.masked_fill(poisoned, 0.0), grid)
-    t = scale_by_power(blocks.masked_fill(poisoned, 0.0), grid.fraction_bits - shared)
-    return round_elements(t, grid, bits16), shared, poisoned
+    t = scale_by_power_(blocks.masked_fill_(poisoned, 0.0), grid.fraction_bits - shared)
+    return round_elements_(t, grid, bits16), shared, poisoned
 
 
-def round_elements(t: Tensor, grid: Grid, bits16: Tensor | None) -> Tensor:
+def round_elements_(t: Tensor, grid: Grid, bits16: Tensor | None) -> Tensor:
     """The elements of a grid with a shared power of two that values in units of their block become."""
-    exponent = (torch.frexp(t).exponent - 1).clamp_min(grid.min_exponent) - grid.mantissa_bits
-    rounded = power_of_two(exponent, t.dtype) * _round(t * power_of_two(-exponent, t.dtype), bits16)
-    return rounded.clamp(grid.low, grid.high)
+    exponent = torch.frexp(t).exponent.sub_(1).clamp_min_(grid.min_exponent).sub_(grid.mantissa_bits)
+    rounded = _round_(t.mul_(power_of_two(-exponent, t.dtype)), bits16)
+    return rounded.mul_(power_of_two(exponent, t.dtype)).clamp_(grid.low, grid.high)
 
 
-def affine_codes(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def affine_codes_(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [R, B, G] of an affine grid, from 0 on, the step between them, NaN where a block is poisoned, and the value
     of code 0: [R, B, 1]."""
     low, high = blocks.aminmax(dim=2, keepdim=True)
@@ -63,7 +66,8 @@ def affine_codes(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Ten
     levels = torch.full_like(width, grid.high - grid.low)  # a division by a number is not rounded once on every device
     inverse = torch.where(width > FLUSH, levels / width, 0.0)
     poisoned = ~(width < float("inf"))
-    codes = _round((blocks - low) * inverse, bits16).clamp(0.0, grid.high - grid.low).masked_fill(poisoned, 0.0)
+    codes = _round_(blocks.sub_(low).mul_(inverse), bits16).clamp_(0.0, grid.high - grid.low)
+    codes.masked_fill_(poisoned, 0.0)
     return codes, (width / levels).masked_fill(poisoned, float("nan")), low
 
 
@@ -93,11 +97,11 @@ def quantize_dequantize(x: Tensor, grid: Grid, *, seed: Tensor | None = None, st
     for rows in row_chunks(num_rows, width) if width else ():
         blocks, bits16 = to_blocks(x[rows].to(compute_dtype(x)), size), bits_of_rows(rows, width, size, seed)
         if grid.affine:
-            codes, step, low = affine_codes(blocks, grid, bits16)
-            values = codes * step + low
+            codes, step, low = affine_codes_(blocks, grid, bits16)
+            values = codes.mul_(step).add_(low)
         else:
-            values_in_units, shared, poisoned = elements(blocks, grid, bits16)
-            values = scale_by_power(values_in_units, shared - grid.fraction_bits).masked_fill_(poisoned, float("nan"))
+            values_in_units, shared, poisoned = elements_(blocks, grid, bits16)
+            values = scale_by_power_(values_in_units, shared - grid.fraction_bits).masked_fill_(poisoned, float("nan"))
         out[rows] = from_blocks(values, width).to(x.dtype)
     return out
 
@@ -124,7 +128,7 @@ def quantize_shared(x: Tensor, grid: Grid, *, seed: Tensor | None = None, stream
     size, seed = min(grid.block_size or width, width), stream_seed(seed, stream)
     for rows in row_chunks(num_rows, width) if width else ():
         blocks, bits16 = to_blocks(x[rows].to(compute_dtype(x)), size), bits_of_rows(rows, width, size, seed)
-        values_in_units, shared, poisoned = elements(blocks, grid, bits16)
+        values_in_units, shared, poisoned = elements_(blocks, grid, bits16)
         codes[rows] = from_blocks(values_in_units, width).to(torch.int8)
         exponent[rows] = (shared + _BIAS).masked_fill_(poisoned, _NAN_EXPONENT).squeeze(2).to(torch.uint8)
     return codes, exponent

@@ -10,12 +10,10 @@ from torch_geometric.data import Data
 
 from qgnn.cli import main
 from qgnn.cli.sweep import command
-from qgnn.cli.sweep.execute import execute, read, scheme_of, task_of
+from qgnn.cli.sweep.execute import execute, read, task_of
 from qgnn.cli.sweep.journal import DONE, FAILED
 from qgnn.cli.sweep.run_spec import RunSpec
 from qgnn.cli.sweep.table import Cell, panels, rows_of, summary
-from qgnn.config import QConfig
-from qgnn.formats import MSFP, Int
 from sweep_fakes import fake
 
 LINES = {"status": DONE, "commit": "c", "dirty": False}
@@ -36,16 +34,6 @@ def loss_of(tiny: Data) -> Any:
     task_of.cache_clear()
 
 
-def test_a_run_becomes_the_config_that_it_names() -> None:
-    assert scheme_of(run_of("fp32")).config is None
-    assert scheme_of(run_of("int4")).config == QConfig(fmt=Int(4))
-    weights = scheme_of(run_of("msfp12", "weights")).config
-    assert weights == QConfig.only(weights=MSFP(3))
-    assert scheme_of(run_of("int8", schedule="sdq[2,4]")).schedule == "sdq[2,4]"
-    nearest = RunSpec("photo", "gcn", "int8", "all", "none", "nearest", 0)
-    assert scheme_of(nearest).config == QConfig(fmt=Int(8), rounding="nearest")
-
-
 def test_equal_runs_have_equal_results(loss_of: Any) -> None:
     assert loss_of("int4") == loss_of("int4") != loss_of("fp32")
 
@@ -58,8 +46,8 @@ def test_components_and_formats_differ_in_what_they_train(loss_of: Any) -> None:
 
 
 def test_a_schedule_that_nothing_follows_is_no_result(loss_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = command.execute.__globals__["train_run"]
-    monkeypatch.setitem(command.execute.__globals__, "train_run", lambda *a, **k: real(*a, **k)._replace(widths=()))
+    real = command.execute.__globals__["paired_run"]
+    monkeypatch.setitem(command.execute.__globals__, "paired_run", lambda *a, **k: real(*a, **k)._replace(widths=()))
     with pytest.raises(RuntimeError, match=r"the schedule sdq\[2,8\] set no width"):
         loss_of("int8", "all", "sdq[2,8]")
 
@@ -134,7 +122,7 @@ def test_a_dry_run_counts_and_leaves_nothing(
     [
         ([], SPEC + "lr = 'x'", "[sweep], lr: expected a number in (0, 100] (got 'x')"),
         (["--plot", "p.svg"], SPEC.replace("'fp32', ", ""), "--plot expects fp32 and another one among the formats"),
-        (["--processes", "0"], SPEC, "--processes: expected a whole number of at least 1 (got '0')"),
+        (["--processes", "0"], SPEC, "--processes: expected a whole number of at least 1 (got 0)"),
     ],
 )
 def test_what_the_user_can_put_right_is_one_line(
