@@ -175,7 +175,8 @@ def test_blocks_is_a_frozen_value() -> None:
 def test_blocks_names_and_bits(blocks: Blocks, name: str, bits_per_value: float) -> None:
     assert str(blocks) == name
     assert blocks.bits_per_value == bits_per_value
-    assert replace(Blocks.parse(name), metadata_dtype=blocks.metadata_dtype) == blocks
+    for spelled in (name, name.upper()):
+        assert replace(Blocks.parse(spelled), metadata_dtype=blocks.metadata_dtype) == blocks
 
 
 @pytest.mark.parametrize(
