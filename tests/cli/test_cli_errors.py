@@ -38,7 +38,7 @@ def error_of(code: int, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--precision", "int9"], "number format (got 'int9'): 'Int' expects 'bits' from 2 to 8 (got 9)"),
+        (["--precision", "int9"], "number format (got 'int9'): 'parse' expects int2 to int8"),
         (["--precision", "fp32,"], "--precision: expected fp32, bf16 or a number format (got '')"),
         (["--precision", "fp64"], "expected fp32, bf16 or a number format (got 'fp64'): 'parse' expects the name of a"),
         (["--precision", "int8:weight"], "'QConfig' expects 'components' among ('features', 'weights', "),

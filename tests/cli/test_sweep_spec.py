@@ -145,7 +145,7 @@ def test_spellings_of_a_run_have_one_key(read: Any) -> None:
             "[[grid]] 2, formats: expected fp32, bf16 or a number format: 'parse' expects",
         ),
         ("[sweep]\nformats = ['mxfp5']", "did you mean 'mxfp4'?"),
-        ("[sweep]\nformats = ['int9']", "'Int' expects 'bits' from 2 to 8 (got 9)"),
+        ("[sweep]\nformats = ['int9']", "'parse' expects int2 to int8 (also with -affine) (got 'int9')"),
         ("[sweep]\ncomponents = ['weight']", "(got 'weight'); did you mean 'weights'?"),
         ("[sweep]\nschedules = ['adq[8,2]']", "[sweep], schedules: expected a schedule such as sdq[2,4,6,8]"),
         ("[sweep]\nrounding = ['up']", "[sweep], rounding: expected one of stochastic, nearest (got 'up')"),
