@@ -128,7 +128,7 @@ def parse_scheme(text: str) -> Scheme:
         if components:
             raise ValueError(f"expected a number format in front of the component {components[0]!r} (got {text!r})")
         return Scheme(":".join([format, *schedules]), bf16=format == "bf16", schedule="".join(schedules) or None)
-    fmt = _parse_format(format)
+    fmt = parse_format(format)
     config = _only(components[0], fmt) if components else QConfig(fmt=fmt)
     scheme = Scheme(":".join([str(fmt), *components, *schedules]), config, schedule="".join(schedules) or None)
     return scheme.with_compression(NO_COMPRESSION)  # checks the widths
@@ -155,7 +155,8 @@ def parse_schedule(text: str) -> tuple[str, tuple[int, ...]]:
     )
 
 
-def _parse_format(name: str) -> formats.Format:
+def parse_format(name: str) -> formats.Format:
+    """:func:`qgnn.formats.parse`, with an error that names full precision, too."""
     try:
         return formats.parse(name)
     except ValueError as error:

@@ -142,7 +142,7 @@ def test_spellings_of_a_run_have_one_key(read: Any) -> None:
         ("[sweep]\nmodels = []", "[sweep], models: expected at least one value (got none)"),
         (
             "[sweep]\ndatasets='cora'\n[[grid]]\nformats='int8'\n[[grid]]\nformats='mxfp5'",
-            "[[grid]] 2, formats: expected fp32, bf16 or a number format: 'parse' expects",
+            "[[grid]] 2, formats: expected fp32, bf16 or a number format (got 'mxfp5'): 'parse' expects",
         ),
         ("[sweep]\nformats = ['mxfp5']", "did you mean 'mxfp4'?"),
         ("[sweep]\nformats = ['int9']", "'parse' expects int2 to int8 (also with -affine) (got 'int9')"),

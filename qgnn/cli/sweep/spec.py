@@ -14,9 +14,9 @@ from qgnn.cli.args import MODELS
 from qgnn.cli.errors import UsageError
 from qgnn.cli.model import check_model, check_scheme
 from qgnn.cli.recipe import usual_recipe
-from qgnn.cli.scheme import ALL, FULL_PRECISION, parse_schedule
+from qgnn.cli.scheme import ALL, FULL_PRECISION, parse_format, parse_schedule
 from qgnn.cli.sweep.run_spec import NONE, RunSpec, scheme_of
-from qgnn.cli.values import SEED, Check, closest, list_of, number, one_of, text, whole
+from qgnn.cli.values import SEED, Check, list_of, number, one_of, text, whole
 from qgnn.config import COMPONENTS, ROUNDINGS
 from qgnn.data import dataset_names
 from qgnn.data.datasets import GRAPH_ENTRIES
@@ -26,14 +26,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-# Among which the closest name is looked for; 'qgnn.formats.parse' knows more, such as other lengths of blocks.
-FORMATS = (
-    *FULL_PRECISION,
-    *(f"{kind}{bits}{affine}" for kind in ("int", "fixed") for bits in range(2, 9) for affine in ("", "-affine")),
-    *(f"msfp{number}" for number in range(10, 17)),
-    *("mxint8", "mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp4", "fp8-e4m3", "fp8-e5m2"),
-)
 
 
 @dataclass(frozen=True)
@@ -172,14 +164,7 @@ def _dataset(value: Any) -> str:
 
 def _format(value: Any) -> str:
     name = text(value).strip().lower()
-    if name in FULL_PRECISION:
-        return name
-    try:
-        return str(formats.parse(name))
-    except ValueError as error:
-        raise ValueError(
-            f"expected {', '.join(FULL_PRECISION)} or a number format: {error}{closest(name, FORMATS)}"
-        ) from error
+    return name if name in FULL_PRECISION else str(parse_format(name))
 
 
 def _schedule(value: Any) -> str:
