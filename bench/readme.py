@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from . import compression, numbers
-from .summary import commit_of, region, table
+from .summary import commit_of, region, shown, table
+from .sweeps import sweep_region, swept
 from .tables import accuracy_region, layer_region
 
 BENCH, LAYER, ACCURACY, SASS, ROOFLINE = "bench", "layer", "accuracy", "sass", "roofline"
@@ -17,8 +18,6 @@ TRAIN = ("precision", "test accuracy %", "ms per epoch", "MiB kept", "peak MiB",
 COMPRESSED = (*TRAIN[:4], "without features", *TRAIN[4:])
 PYG = ("fp32", "bf16")  # precisions of PyG's own layers
 
-_PLACES = {"--root": "DIR", "--json": "FILE", "--plot": "FILE"}  # what of a command is a matter of the machine
-_PLACE = re.compile(rf"({'|'.join(_PLACES)})[ =]\S+")
 _MARKER = re.compile(r"<!-- ([\w:.-]+):(?:begin|end) -->")
 
 
@@ -52,8 +51,7 @@ def _origin(result: dict[str, Any]) -> str:
     """Command, effort, machine and commit of a result."""
     num_seeds, num_epochs = len({run["seed"] for run in result["runs"]}), result["recipe"]["epochs"]
     effort = f"{num_seeds} seed{'s' if num_seeds > 1 else ''}, {num_epochs} epoch{'s' if num_epochs > 1 else ''}"
-    command = _PLACE.sub(lambda match: f"{match[1]} {_PLACES[match[1]]}", result["command"])
-    return f"`{command}`: {effort}; {result['machine']}; commit {commit_of(result)}"
+    return f"`{shown(result['command'])}`: {effort}; {result['machine']}; commit {commit_of(result)}"
 
 
 def sass_region(path: Path) -> str:
@@ -112,6 +110,8 @@ def regions(results: Path) -> Iterator[tuple[str, str]]:
         yield SASS, sass_region(path)
     for name, found in trained(results).items():
         yield name, train_region(found)
+    for name, journals in swept(results).items():
+        yield name, sweep_region(journals)
 
 
 def fill(text: str, results: Path) -> str:

@@ -1,5 +1,6 @@
 """One line a case, made of records alone: ours against the best rival; README's tables and the plots show these."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ WHOLE = ("train", "layer", "attention")  # suites that README shows at once; the
 COMPRESSED = "/sage/"  # in cases of the suite memory that have tables of their own
 FORMATS = "/formats"  # ends such cases, and products in formats
 FAKE = "/fake/"  # in cases that round to formats
+_PLACES = {"--root": "DIR", "--results": "DIR", "--json": "FILE", "--plot": "FILE"}
+_PLACE = re.compile(rf"({'|'.join(_PLACES)})[ =]\S+")
 OWN = ("layer",)  # suites with a region of their own
 
 
@@ -89,6 +92,11 @@ def copy_bandwidth(groups: Sequence[Sequence[Record]]) -> float | None:
         if record["suite"] == "device" and record["provider"] == f"{CEILING}: copy" and record["ok"]
     ]
     return max(rates, default=None)
+
+
+def shown(command: str) -> str:
+    """A command without what is a matter of the machine that it ran on."""
+    return _PLACE.sub(lambda match: f"{match[1]} {_PLACES[match[1]]}", command)
 
 
 def commit_of(record: Record) -> str:

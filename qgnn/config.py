@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeGuard
 
-from qgnn.formats import Blocks, Format, Int
+from qgnn.formats import Blocks, Format, Int, parse
 
 GRANULARITIES = ("row", "tensor", "block")
 ROUNDINGS = ("stochastic", "nearest")
@@ -18,7 +17,29 @@ RESULTS = ("aggregation", "attention", "weight_gradient")
 COMPONENTS = (*OPERANDS, *RESULTS)
 
 
-@dataclass(frozen=True)
+class _Components(Mapping[str, Format | None]):
+    """Formats by component: a mapping that cannot be changed, and so has a hash."""
+
+    def __init__(self, formats: Mapping[str, Format | None]) -> None:
+        self._formats = dict(formats)
+
+    def __getitem__(self, component: str) -> Format | None:
+        return self._formats[component]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._formats)
+
+    def __len__(self) -> int:
+        return len(self._formats)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._formats.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._formats)
+
+
+@dataclass(frozen=True, init=False)
 class QConfig:
     """How a layer quantizes. ``config=None`` in place of a :class:`QConfig` means full precision.
 
@@ -28,14 +49,15 @@ class QConfig:
     which.
 
     Args:
-        bits: Width of the integer codes of activations, weights and gradients, 2 to 8. Codes below 8 bits are stored in
-            int8 all the same.
+        bits: Width of the integer codes of activations, weights and gradients, 2 to 8; ``None`` means that of ``fmt``,
+            or 8. Codes below 8 bits are stored in int8 all the same.
         granularity: What shares a scale: ``"row"`` of a matrix, the whole ``"tensor"``, or a ``"block"`` of
             ``block_size`` columns of a row (in :func:`qgnn.functional.quantize`; products take rows or tensors).
             Formats with blocks of their own have these in either case.
         rounding: ``"stochastic"`` (unbiased, drawn anew each call) or ``"nearest"``. Layers in eval mode round to
             nearest, so that inference is deterministic.
-        fmt: A number format from :mod:`qgnn.formats`; ``None`` means ``Int(bits)``.
+        fmt: A number format from :mod:`qgnn.formats`, or its name, such as ``"msfp12"``
+            (:func:`qgnn.formats.parse` lists them); ``None`` means ``Int(bits)``.
         save: What is kept for the backward pass: ``"int8"`` codes (of other formats, their codes, packed), ``"fp32"``
             for the operands themselves, or :class:`qgnn.formats.Blocks` for packed codes of the rows of products, or of
             their random projection. They are rounded at random whatever ``rounding`` says, and the forward pass is that
@@ -44,89 +66,124 @@ class QConfig:
             nothing.
         keep_fp32: Names of submodules that a model conversion leaves in full precision.
         block_size: Columns of a block with ``granularity="block"``.
-        components: Formats by component, ``None`` for full precision. Operands that are not named have ``fmt``:
-            ``"features"`` (inputs of products that need no gradient), ``"activations"`` (those that do),
+        components: Formats, or their names, by component; ``None`` for full precision. Operands that are not named have
+            ``fmt``: ``"features"`` (inputs of products that need no gradient), ``"activations"`` (those that do),
             ``"weights"``, ``"messages"`` (rows that are sent along edges), ``"output_gradient"`` (what comes back).
             Results that are not named are exact: ``"aggregation"`` (sums over neighbors), ``"attention"`` (weights
             behind the softmax), ``"weight_gradient"``.
 
+    With ``dataclasses.replace``, a new ``fmt`` brings its own width, and new ``bits`` are the width that ``fmt`` gets.
+
     Raises:
         TypeError: If a field has the wrong type.
-        ValueError: If a field has an unknown value, with the values that exist.
+        ValueError: If a field has an unknown value, with the values that exist, or ``bits`` is not the width of
+            ``fmt``.
 
     Example:
         >>> conv = qgnn.nn.QGCNConv(128, 64, config=qgnn.QConfig(bits=8, rounding="nearest"))
-        >>> mixed = qgnn.QConfig(components={"weights": qgnn.formats.MSFP(3), "messages": None})
+        >>> mixed = qgnn.QConfig(components={"weights": "msfp12", "messages": None})
+        >>> dataclasses.replace(mixed, fmt=qgnn.formats.Int(4)).name
+        'features=int4,weights=msfp12,activations=int4,output_gradient=int4'
     """
 
-    bits: int = 8
-    granularity: str = "row"
-    rounding: str = "stochastic"
-    fmt: Format | None = None
-    save: str | Blocks = "int8"
-    keep_fp32: tuple[str, ...] = ()
-    block_size: int = field(default=128, kw_only=True)
-    components: tuple[tuple[str, Format | None], ...] = field(default=(), kw_only=True)
+    bits: int
+    granularity: str
+    rounding: str
+    fmt: Format | None
+    save: str | Blocks
+    keep_fp32: tuple[str, ...]
+    block_size: int
+    components: Mapping[str, Format | None]
+    # Handed on by 'dataclasses.replace', which gives every field: only what differs from these was asked for.
+    _before: tuple[int, Format | None] | None = field(repr=False, compare=False)
+    _formats: dict[str, Format | None] = field(init=False, repr=False, compare=False)  # of all components
 
-    def __post_init__(self) -> None:
-        if self.fmt is None:
-            Int(self.bits)  # checks the width
-        elif not isinstance(self.fmt, Format):
-            raise TypeError(f"'QConfig' expects 'fmt' to be a format of qgnn.formats or None (got {self.fmt!r})")
-        elif self.bits not in (8, self.fmt.bits):
-            raise ValueError(f"'QConfig' got bits={self.bits} and fmt={self.fmt!r}; give one of them")
-        else:
-            object.__setattr__(self, "bits", self.fmt.bits)
-        for name, choices in (("granularity", GRANULARITIES), ("rounding", ROUNDINGS)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"'QConfig' expects '{name}' to be one of {choices} (got {getattr(self, name)!r})")
-        if not isinstance(self.save, Blocks) and self.save not in SAVES:
-            error = ValueError if isinstance(self.save, str) else TypeError
-            raise error(f"'QConfig' expects 'save' to be one of {SAVES} or qgnn.formats.Blocks (got {self.save!r})")
-        if not isinstance(self.keep_fp32, (tuple, list)) or not all(isinstance(name, str) for name in self.keep_fp32):
-            raise TypeError(f"'QConfig' expects 'keep_fp32' to be a tuple of module names (got {self.keep_fp32!r})")
-        object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
-        if isinstance(self.block_size, bool) or not isinstance(self.block_size, int):
-            raise TypeError(f"'QConfig' expects 'block_size' to be an int (got {type(self.block_size).__name__})")
-        if self.block_size < 2 or self.block_size > 1 << 16 or self.block_size & (self.block_size - 1):
-            raise ValueError(
-                f"'QConfig' expects 'block_size' to be a power of two from 2 to 65536 (got {self.block_size})"
-            )
-        object.__setattr__(self, "components", _checked_components(self.components))
-        shared = self.format_of("features")
-        if self.components and shared is not None and self.is_integer:  # the width that fused kernels read
-            object.__setattr__(self, "bits", shared.bits)
-        if isinstance(self.save, Blocks) and not self.is_integer:
+    def __init__(
+        self,
+        bits: int | None = None,
+        granularity: str = "row",
+        rounding: str = "stochastic",
+        fmt: Format | str | None = None,
+        save: str | Blocks = "int8",
+        keep_fp32: Sequence[str] = (),
+        *,
+        block_size: int = 128,
+        components: Mapping[str, Format | str | None] = _Components({}),
+        _before: tuple[int, Format | None] | None = None,
+    ) -> None:
+        bits, fmt = _width_and_format(bits, _checked_format("'fmt'", fmt), _before)
+        for name, value, choices in (("granularity", granularity, GRANULARITIES), ("rounding", rounding, ROUNDINGS)):
+            if value not in choices:
+                raise ValueError(f"'QConfig' expects '{name}' to be one of {choices} (got {value!r})")
+        if not isinstance(save, Blocks) and save not in SAVES:
+            error = ValueError if isinstance(save, str) else TypeError
+            raise error(f"'QConfig' expects 'save' to be one of {SAVES} or qgnn.formats.Blocks (got {save!r})")
+        if not isinstance(keep_fp32, (tuple, list)) or not all(isinstance(name, str) for name in keep_fp32):
+            raise TypeError(f"'QConfig' expects 'keep_fp32' to be a tuple of module names (got {keep_fp32!r})")
+        if isinstance(block_size, bool) or not isinstance(block_size, int):
+            raise TypeError(f"'QConfig' expects 'block_size' to be an int (got {type(block_size).__name__})")
+        if block_size < 2 or block_size > 1 << 16 or block_size & (block_size - 1):
+            raise ValueError(f"'QConfig' expects 'block_size' to be a power of two from 2 to 65536 (got {block_size})")
+        named = _checked_components(components)
+        formats = {**dict.fromkeys(OPERANDS, fmt or Int(bits)), **dict.fromkeys(RESULTS), **named}
+        shared = _shared_integer(formats)
+        if named and shared is not None:  # the width that fused kernels read
+            bits, fmt = shared.bits, fmt and shared
+        values = {
+            **{"bits": bits, "granularity": granularity, "rounding": rounding, "fmt": fmt, "save": save},
+            **{"keep_fp32": tuple(keep_fp32), "block_size": block_size, "components": named},
+            **{"_before": (bits, fmt), "_formats": formats},
+        }
+        for key, kept in values.items():
+            object.__setattr__(self, key, kept)
+        if isinstance(save, Blocks) and not self.is_integer:
             raise ValueError(
                 f"'QConfig' expects save='int8' or 'fp32' where operands have other formats than one symmetric integer "
-                f"(got {self.save!r}): products of these keep packed blocks"
+                f"(got {save!r}): products of these keep packed blocks"
             )
 
     @classmethod
-    def only(cls, *, rounding: str = "stochastic", granularity: str = "row", **components: Format | None) -> QConfig:
+    def only(
+        cls,
+        *,
+        granularity: str = "row",
+        rounding: str = "stochastic",
+        save: str | Blocks = "int8",
+        keep_fp32: Sequence[str] = (),
+        block_size: int = 128,
+        **components: Format | str | None,
+    ) -> QConfig:
         """A config that quantizes the named components, and leaves all others in full precision.
 
         Args:
-            rounding: As in :class:`QConfig`.
             granularity: As in :class:`QConfig`.
-            **components: Formats by component.
+            rounding: As in :class:`QConfig`.
+            save: As in :class:`QConfig`.
+            keep_fp32: As in :class:`QConfig`.
+            block_size: As in :class:`QConfig`.
+            **components: Formats, or their names, by component.
+
+        Raises:
+            TypeError: If an argument has the wrong type.
+            ValueError: If an argument has an unknown value, or there is no such component.
 
         Example:
-            >>> weights_only = qgnn.QConfig.only(weights=qgnn.formats.Int(4))
+            >>> weights_only = qgnn.QConfig.only(weights="int4", rounding="nearest")
         """
-        exact = dict.fromkeys(OPERANDS)
-        return cls(granularity=granularity, rounding=rounding, components=_items(exact | components))
+        return cls(
+            granularity=granularity,
+            rounding=rounding,
+            save=save,
+            keep_fp32=keep_fp32,
+            block_size=block_size,
+            components={**dict.fromkeys(OPERANDS), **components},
+        )
 
     def format_of(self, component: str) -> Format | None:
         """The format of a component, one of :data:`COMPONENTS`; ``None`` for full precision."""
-        for name, fmt in self.components:
-            if name == component:
-                return fmt
-        if component in OPERANDS:
-            return self.fmt or Int(self.bits)
-        if component in RESULTS:
-            return None
-        raise ValueError(f"'QConfig' has the components {COMPONENTS} (got {component!r})")
+        if component not in self._formats:
+            raise ValueError(f"'QConfig' has the components {COMPONENTS} (got {component!r})")
+        return self._formats[component]
 
     def with_bits(self, bits: int) -> QConfig:
         """The same config with codes of another width, in each of its formats.
@@ -134,27 +191,23 @@ class QConfig:
         Raises:
             ValueError: If a format has no such width.
         """
-        named = {name for name, _ in self.components}
+        unused = self.fmt is None and all(name in self.components for name in OPERANDS)
         return replace(
             self,
-            bits=self.bits if self.fmt is None and named.issuperset(OPERANDS) else bits,
+            bits=self.bits if unused else bits,
             fmt=None if self.fmt is None else self.fmt.with_bits(bits),
-            components=tuple((name, fmt and fmt.with_bits(bits)) for name, fmt in self.components),
+            components={name: fmt and fmt.with_bits(bits) for name, fmt in self.components.items()},
         )
 
     @property
     def is_integer(self) -> bool:
         """Whether all operands are symmetric integers of :attr:`bits`, which fused kernels take."""
-        if not self.components:
-            return self.fmt is None or _is_symmetric(self.fmt)
-        first, *others = (self.format_of(name) for name in OPERANDS)
-        exact = all(self.format_of(name) is None for name in RESULTS)
-        return exact and _is_symmetric(first) and all(fmt == first for fmt in others)
+        return _shared_integer(self._formats) is not None
 
     @property
     def name(self) -> str:
         """What is quantized, in short: ``"int8"``, ``"msfp12"``, ``"weights=int4"``."""
-        formats = {name: self.format_of(name) for name in COMPONENTS}
+        formats = self._formats
         default = formats["features"]
         if all(formats[name] == default for name in OPERANDS) and all(formats[name] is None for name in RESULTS):
             return "fp32" if default is None else str(default)
@@ -190,29 +243,60 @@ def check_product_config(config: object, owner: str) -> None:
         )
 
 
-def _is_symmetric(fmt: Format | None) -> TypeGuard[Int]:
-    return isinstance(fmt, Int) and fmt.symmetric
+def _shared_integer(formats: Mapping[str, Format | None]) -> Int | None:
+    """The symmetric integers that all operands have, where results are exact; else ``None``."""
+    first, *others = (formats[name] for name in OPERANDS)
+    if not isinstance(first, Int) or not first.symmetric:
+        return None
+    # Most are one object: a compiler, for which widths may be variables, then has nothing to compare.
+    if not all(fmt is first or fmt == first for fmt in others):
+        return None
+    return first if all(formats[name] is None for name in RESULTS) else None
 
 
-def _items(components: Mapping[str, Format | None]) -> tuple[tuple[str, Format | None], ...]:
-    return tuple(components.items())
+def _width_and_format(
+    bits: int | None, fmt: Format | None, before: tuple[int, Format | None] | None
+) -> tuple[int, Format | None]:
+    """The width and the format, one of which may follow from the other."""
+    if before is not None and fmt is not None:
+        if bits == before[0]:
+            bits = None
+        elif bits is not None and fmt == before[1]:
+            fmt = fmt.with_bits(bits)
+    if fmt is None:
+        return Int(8 if bits is None else bits).bits, None
+    if bits not in (None, fmt.bits):
+        raise ValueError(f"'QConfig' got bits={bits} and fmt={fmt!r}, of {fmt.bits} bits; give one of them")
+    return fmt.bits, fmt
 
 
-def _checked_components(
-    components: Mapping[str, Format | None] | Iterable[tuple[str, Format | None]],
-) -> tuple[tuple[str, Format | None], ...]:
-    """Formats by component in the order of :data:`COMPONENTS`."""
+def _checked_format(owner: str, fmt: object) -> Format | None:
+    """A format, or the one of a name."""
+    if fmt is None or isinstance(fmt, Format):
+        return fmt
+    if not isinstance(fmt, str):
+        raise TypeError(f"'QConfig' expects {owner} to be a format of qgnn.formats, its name or None (got {fmt!r})")
     try:
-        given = dict(components)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"'QConfig' expects 'components' to be a dict of formats by component (got {components!r})"
-        ) from None
-    for name, fmt in given.items():
+        return parse(fmt)
+    except ValueError as error:
+        raise ValueError(
+            f"'QConfig' expects {owner} to be a format of qgnn.formats, its name or None: {error}"
+        ) from error
+
+
+def _checked_components(components: object) -> _Components:
+    """Formats by component in the order of :data:`COMPONENTS`."""
+    if isinstance(components, _Components):
+        return components
+    if not isinstance(components, Mapping):
+        raise TypeError(f"'QConfig' expects 'components' to be a dict of formats by component (got {components!r})")
+    for name in components:
         if name not in COMPONENTS:
             raise ValueError(f"'QConfig' expects 'components' among {COMPONENTS} (got {name!r})")
-        if fmt is not None and not isinstance(fmt, Format):
-            raise TypeError(
-                f"'QConfig' expects a format of qgnn.formats or None for the component '{name}' (got {fmt!r})"
-            )
-    return tuple((name, given[name]) for name in COMPONENTS if name in given)
+    return _Components(
+        {
+            name: _checked_format(f"the component '{name}'", components[name])
+            for name in COMPONENTS
+            if name in components
+        }
+    )

@@ -52,7 +52,8 @@ def packed_bytes(num_codes: int, bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """The low ``bits`` bits of integers, 1 to 16 each.
+    """The low ``bits`` bits of integers, 1 to 16 each. Higher ones are dropped, without a check: it would wait for the
+    device, and the codes of formats fit.
 
     Args:
         codes: Integers of any type; of negative ones, those of two's complement.

@@ -171,6 +171,15 @@ class QTensor:
     def _per_value(self, t: Tensor) -> Tensor:
         return t if self.block_size is None else per_value(t, self.block_size, self.shape[self._dim], self._dim)
 
+    def __getstate__(self) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
+        """Fields, float8 ones as bytes, and the types of these: torch writes pickles of float8 that it cannot read."""
+        types = {name: t.dtype for name, t in vars(self).items() if isinstance(t, Tensor) and _is_float8(t.dtype)}
+        return {**vars(self), **{name: getattr(self, name).view(torch.uint8) for name in types}}, types
+
+    def __setstate__(self, state: tuple[dict[str, Any], dict[str, torch.dtype]]) -> None:
+        fields, types = state
+        self.__dict__.update({**fields, **{name: fields[name].view(dtype) for name, dtype in types.items()}})
+
     def __repr__(self) -> str:
         codes = str(self.storage.dtype)
         if self.layout is not None and self.layout.bits != 8:
@@ -179,3 +188,7 @@ class QTensor:
             f"QTensor({codes} {tuple(self.shape)}, scale {tuple(self.scales.shape)}, "
             f"{self.nbytes} bytes for {self.shape.numel()} values of {self.dtype})"
         )
+
+
+def _is_float8(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1

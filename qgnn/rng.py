@@ -18,7 +18,9 @@ wrap in the same way, which keeps this twin at 32 bits an element.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -58,7 +60,11 @@ def stream_key(stream: int) -> int:
     return _signed(stream * _STREAM_STEP, 64)
 
 
-def make_seed(seed: int | Tensor | None = None, device: torch.device | str | None = None) -> Tensor:
+def make_seed(
+    seed: int | Tensor | None = None,
+    device: torch.device | str | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
     """The seed of one op call as an int64 tensor of shape ``[1]`` on ``device``.
 
     Args:
@@ -66,12 +72,13 @@ def make_seed(seed: int | Tensor | None = None, device: torch.device | str | Non
             that ``torch.manual_seed`` governs everything. A tensor is taken as it is (no synchronization, capturable in
             a CUDA graph) and should hold well-mixed bits, as another call of this function returns.
         device: Where the seed is needed.
+        generator: What ``None`` draws from in place of the default generator.
 
     Raises:
         TypeError: If ``seed`` is neither an int, an int64 tensor with one element, nor ``None``.
     """
     if seed is None:
-        return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=device)
+        return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), generator=generator, dtype=torch.int64, device=device)
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1:
             raise TypeError(
@@ -83,6 +90,36 @@ def make_seed(seed: int | Tensor | None = None, device: torch.device | str | Non
         raise TypeError(f"'seed' expects an int, an int64 tensor or None (got {type(seed).__name__})")
     # Filled on the device: a copy from the host would wait for it.
     return torch.full((1,), _signed(splitmix64(seed & _U64), 64), dtype=torch.int64, device=device)
+
+
+_rounding_generator: torch.Generator | None = None
+
+
+@contextlib.contextmanager
+def rounding_from(generator: torch.Generator) -> Iterator[None]:
+    """Within the block, seeds of rounding that nobody gave come from ``generator``, not from torch's default one.
+
+    Everything else that is random, dropout above all, is then the same whatever is rounded: runs in several formats
+    differ by their formats alone.
+
+    Args:
+        generator: Of the device that is computed on.
+
+    Example:
+        >>> with qgnn.rng.rounding_from(torch.Generator().manual_seed(1)):
+        ...     train(model)
+    """
+    global _rounding_generator
+    before, _rounding_generator = _rounding_generator, generator
+    try:
+        yield
+    finally:
+        _rounding_generator = before
+
+
+def make_rounding_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
+    """:func:`make_seed` for stochastic rounding, which :func:`rounding_from` rules."""
+    return make_seed(seed, device, _rounding_generator)
 
 
 def _xor_shift(h: Tensor, shift: int) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 
 from qgnn import QConfig
 from qgnn.config import COMPONENTS, OPERANDS, RESULTS, check_config, check_product_config
-from qgnn.formats import MSFP, MXFP4, Blocks, FixedPoint, Int
+from qgnn.formats import MSFP, MXFP4, MXFP8, Blocks, FixedPoint, Int
 
 
 def test_defaults() -> None:
@@ -44,6 +44,9 @@ def test_config_survives_copies() -> None:
     assert copy.deepcopy(config) == config
     assert pickle.loads(pickle.dumps(config)) == config
     assert eval(repr(config), {"QConfig": QConfig}) == config
+    mixed = QConfig(fmt=Int(8), components={**dict.fromkeys(OPERANDS, Int(4)), "attention": None})
+    assert (mixed.bits, mixed.fmt) == (4, Int(4)), "'fmt' is that of nothing, and fused kernels read the width"
+    assert eval(repr(mixed), {"QConfig": QConfig, "Int": Int}) == mixed == replace(mixed, save="int8")
 
 
 def test_blocks_are_kept_by_a_config_as_by_value() -> None:
@@ -69,6 +72,31 @@ def test_a_format_gives_its_width(bits: int) -> None:
     assert QConfig(bits=bits).bits == bits
 
 
+def test_formats_have_names() -> None:
+    """They are parsed once: the config holds formats, and equals that of the formats themselves."""
+    config = QConfig(fmt="MSFP12", components={"weights": "int4", "messages": None, "attention": Int(8)})
+    assert config == QConfig(fmt=MSFP(3), components={"weights": Int(4), "messages": None, "attention": Int(8)})
+    assert (config.fmt, config.bits) == (MSFP(3), 4)
+    assert config.components == {"weights": Int(4), "messages": None, "attention": Int(8)}
+    assert QConfig.only(weights="int4") == QConfig.only(weights=Int(4))
+    assert replace(config, fmt="mxfp8-e5m2").format_of("features") == MXFP8("e5m2")
+
+
+def test_a_replaced_width_or_format_brings_the_other_along() -> None:
+    assert replace(QConfig(fmt=Int(4)), fmt=Int(6)) == QConfig(fmt=Int(6))
+    assert replace(QConfig(4), fmt=MSFP(6)) == QConfig(fmt=MSFP(6))
+    assert replace(QConfig(fmt=MSFP(3)), bits=6) == QConfig(fmt=MSFP(5))
+    assert replace(replace(QConfig(fmt=FixedPoint(4)), bits=12), fmt=Int(3)) == QConfig(fmt=Int(3))
+    assert replace(QConfig(fmt=FixedPoint(4)), fmt=None) == QConfig(4)
+    assert replace(QConfig(6), rounding="nearest") == QConfig(6, rounding="nearest")
+    assert replace(QConfig(fmt=Int(4)), bits=6, fmt=MSFP(5)) == QConfig(fmt=MSFP(5))
+    assert replace(copy.deepcopy(QConfig(fmt=Int(4))), fmt=Int(6)).bits == 6
+    with pytest.raises(ValueError, match=r"got bits=5 and fmt=MSFP\(.*\), of 6 bits; give one of them"):
+        replace(QConfig(fmt=Int(4)), bits=5, fmt=MSFP(5))
+    with pytest.raises(ValueError, match="'mxfp4' has codes of 4 bits only"):
+        replace(QConfig(fmt=MXFP4()), bits=6)
+
+
 def test_operands_that_are_not_named_have_the_format_of_the_config() -> None:
     config = QConfig(bits=4, components={"weights": MSFP(3), "messages": None})
     formats = {name: config.format_of(name) for name in COMPONENTS}
@@ -86,6 +114,12 @@ def test_only_leaves_all_others_in_full_precision() -> None:
     assert config.rounding == "nearest"
     assert config.name == "attention=mxfp4"
     assert QConfig.only().name == "fp32"
+    fields = {"granularity": "block", "save": "fp32", "keep_fp32": ("head",), "block_size": 64}
+    config = QConfig.only(weights=Int(4), **fields)
+    assert {name: getattr(config, name) for name in fields} == fields
+    assert config.format_of("features") is None
+    with pytest.raises(ValueError, match=r"'components' among \('features', .* \(got 'weight'\)"):
+        QConfig.only(weight="int4")
 
 
 def test_components_are_part_of_a_value_whatever_their_order() -> None:
@@ -94,7 +128,12 @@ def test_components_are_part_of_a_value_whatever_their_order() -> None:
     assert config == other
     assert hash(config) == hash(other)
     assert config != QConfig()
-    assert replace(config, rounding="nearest").components == config.components
+    assert replace(config, rounding="nearest").components == config.components == formats
+    assert list(config.components) == ["features", "messages"]
+    with pytest.raises(TypeError, match="item assignment"):
+        config.components["weights"] = None
+    formats["features"] = Int(8)
+    assert config.format_of("features") == Int(4), "a dict that changes later does not change a config"
     names = {"QConfig": QConfig, "Int": Int}
     assert eval(repr(config), names) == config == pickle.loads(pickle.dumps(config))
 
@@ -143,13 +182,18 @@ def test_with_bits_changes_the_width_of_every_format() -> None:
         ({"bits": 16}, ValueError, r"'bits' from 2 to 8 \(got 16\); wider codes do not fit an int8 kernel"),
         ({"bits": 7.5}, TypeError, r"'bits' to be an int \(got float\)"),
         ({"bits": True}, TypeError, r"'bits' to be an int \(got bool\)"),
-        ({"fmt": "int8"}, TypeError, r"'QConfig' expects 'fmt' to be a format of qgnn.formats or None \(got 'int8'\)"),
+        ({"fmt": 8}, TypeError, r"'QConfig' expects 'fmt' to be a format of qgnn.formats, its name or None \(got 8\)"),
+        ({"fmt": "mspf12"}, ValueError, r"'QConfig' expects 'fmt' to be .*: int2 to .*fp8-e5m2; did you mean 'msfp12'"),
         ({"fmt": Int}, TypeError, r"'fmt' to be a format of qgnn.formats"),
         ({"components": {"weight": Int(4)}}, ValueError, r"'components' among \('features', .* \(got 'weight'\)"),
-        ({"components": {"weights": "int4"}}, TypeError, r"or None for the component 'weights' \(got 'int4'\)"),
+        ({"components": {"weights": 4}}, TypeError, r"the component 'weights' to be .*, its name or None \(got 4\)"),
+        ({"components": {"weights": "int16"}}, ValueError, r"'QConfig' expects the component 'weights' .* int2 to int"),
         ({"components": Int(4)}, TypeError, r"'components' to be a dict of formats by component \(got Int\("),
         ({"fmt": MSFP(3), "save": Blocks()}, ValueError, r"save='int8' or 'fp32' where operands have other formats"),
-        ({"bits": 4, "fmt": Int(6)}, ValueError, r"'QConfig' got bits=4 and fmt=Int\(bits=6.*; give one of them"),
+        *(
+            ({"bits": bits, "fmt": Int(6)}, ValueError, rf"'QConfig' got bits={bits} and fmt=Int\(bits=6.*; give one ")
+            for bits in (4, 8)
+        ),
         ({"granularity": "column"}, ValueError, r"'granularity' to be one of \('row', 'tensor', 'block'\) \(got 'col"),
         ({"granularity": None}, ValueError, r"'granularity' to be one of .*\(got None\)"),
         ({"rounding": "up"}, ValueError, r"'rounding' to be one of \('stochastic', 'nearest'\) \(got 'up'\)"),

@@ -110,19 +110,22 @@ def test_int_is_a_frozen_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bits", "error", "message"),
+    ("fields", "error", "message"),
     [
-        (1, ValueError, r"'Int' expects 'bits' from 2 to 8 \(got 1\)"),
-        (9, ValueError, r"'Int' expects 'bits' from 2 to 8 \(got 9\); wider codes do not fit"),
-        (-8, ValueError, r"\(got -8\)"),
-        (8.0, TypeError, r"'Int' expects 'bits' to be an int \(got float\)"),
-        (True, TypeError, r"\(got bool\)"),
-        ("8", TypeError, r"\(got str\)"),
+        ((1,), ValueError, r"'Int' expects 'bits' from 2 to 8 \(got 1\)"),
+        ((9,), ValueError, r"'Int' expects 'bits' from 2 to 8 \(got 9\); wider codes do not fit"),
+        ((-8,), ValueError, r"\(got -8\)"),
+        ((8.0,), TypeError, r"'Int' expects 'bits' to be an int \(got float\)"),
+        ((True,), TypeError, r"\(got bool\)"),
+        (("8",), TypeError, r"\(got str\)"),
+        ((8, 1), TypeError, r"'Int' expects 'symmetric' to be a bool \(got int\)"),
+        ((8, "affine"), TypeError, r"'symmetric' to be a bool \(got str\)"),
+        ((8, None), TypeError, r"\(got NoneType\)"),
     ],
 )
-def test_int_rejects_bits(bits: object, error: type[Exception], message: str) -> None:
+def test_int_rejects(fields: tuple[Any, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        Int(bits)
+        Int(*fields)
 
 
 def test_int_encode_rejects() -> None:
@@ -132,8 +135,19 @@ def test_int_encode_rejects() -> None:
         Int().encode(torch.arange(4))
     with pytest.raises(ValueError, match=r"at least one dimension \(got a scalar\)"):
         Int().encode(torch.tensor(1.0))
-    with pytest.raises(IndexError, match="out of range"):
+    with pytest.raises(IndexError, match=r"'Int.encode' expects 'dim' from -2 to 1 \(got 2\)"):
         Int().encode(torch.ones(3, 4), dim=2)
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+def test_int_flushes_what_has_no_inverse(bits: int) -> None:
+    """At 1e-30, which fp32 rounds up: the number below it becomes zero, the one above it a code."""
+    flush = torch.tensor(1e-30)
+    below, above = torch.nextafter(flush, -flush), torch.nextafter(flush, torch.tensor(1.0))
+    x = torch.stack([-below, -above])[:, None]
+    assert Int(bits).encode(x).codes.flatten().tolist() == [0, -(2 ** (bits - 1) - 1)]
+    pairs = torch.stack([torch.zeros(2), torch.stack([below, above])], 1)
+    assert Int(bits, symmetric=False).encode(pairs).codes.tolist() == [[0, 0], [0, 2**bits - 1]]
 
 
 # --- Blocks
@@ -161,7 +175,8 @@ def test_blocks_is_a_frozen_value() -> None:
 def test_blocks_names_and_bits(blocks: Blocks, name: str, bits_per_value: float) -> None:
     assert str(blocks) == name
     assert blocks.bits_per_value == bits_per_value
-    assert replace(Blocks.parse(name), metadata_dtype=blocks.metadata_dtype) == blocks
+    for spelled in (name, name.upper()):
+        assert replace(Blocks.parse(spelled), metadata_dtype=blocks.metadata_dtype) == blocks
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from qgnn import QTensor
 from qgnn.formats import MSFP, MXFP4, MXFP6, MXFP8, MXINT8, FixedPoint, Float8, Format, Int, parse
+from qgnn.formats.names import NAMES
 
 FORMATS: dict[str, Format] = {
     "int8": Int(8),
@@ -150,8 +152,10 @@ def test_records_survive_copies(name: str) -> None:
     file = io.BytesIO()
     torch.save(q, file)
     file.seek(0)
-    for other in (copy.deepcopy(q), torch.load(file, weights_only=False)):
+    for other in (copy.deepcopy(q), pickle.loads(pickle.dumps(q)), torch.load(file, weights_only=False)):
         assert same(other, q)
+        assert other.storage.dtype == q.storage.dtype
+        assert (other.layout, other.name, other.dtype) == (q.layout, name, torch.float32)
         assert torch.equal(other.dequantize(), q.dequantize())
 
 
@@ -179,27 +183,39 @@ def test_repr_tells_the_width() -> None:
 def test_names_and_formats(name: str) -> None:
     fmt = FORMATS[name]
     assert str(fmt) == name
-    assert parse(name) == fmt
+    assert parse(name) == parse(name.upper()) == fmt
     assert hash(parse(name)) == hash(fmt)
     with pytest.raises(FrozenInstanceError):
         fmt.kind = "e4m3"  # type: ignore[attr-defined]
 
 
+def test_names_among_which_the_closest_is_looked_for_exist() -> None:
+    assert [str(parse(name)) for name in NAMES] == list(NAMES)
+    assert {name for name in FORMATS if "-g" not in name} <= set(NAMES)
+    assert {f"msfp{9 + m}" for m in range(1, 8)} <= set(NAMES), "each width that MSFP takes"
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        *((name, r"expects the name .*: int2 to .*, fp8-e4m3 or fp8-e5m2$") for name in ("", "q", "real")),
+        (" int8", r"did you mean 'int8'\?"),
+        ("in8", r"'parse' expects the name of a format \(got 'in8'\): .*; did you mean 'int8'\?"),
+        ("MSPF12", r"\(got 'MSPF12'\): .*; did you mean 'msfp12'\?"),
+        ("fixd16-affine", r"did you mean 'fixed16-affine'\?"),
         *(
-            (name, r"'parse' expects the name of a format \(got ")
-            for name in ("", "int", "INT8", "int8 ", "int8-affin", "fixed", "msfp", "mxfp8", "mxfp6-e4m3", "mxfp4-e2m1")
+            (name, rf"'parse' expects int2 to int8 \(also with -affine\) \(got '{name}'\)$")
+            for name in ("int", "int8 ", "int9", "int16", "INT16", "int8-affin", "int2-g64", "int" + "2" * 5000)
         ),
-        ("fp8-e3m4", r"'parse' expects the name of a format"),
-        ("int2-g64", r"'parse' expects the name of a format"),
-        ("int" + "2" * 5000, r"'parse' expects the name of a format"),  # more digits than Python converts
-        ("int9", r"'Int' expects 'bits' from 2 to 8 \(got 9\)"),
-        ("fixed17", r"'FixedPoint' expects 'bits' from 2 to 16 \(got 17\)"),
-        ("msfp17", r"'MSFP' expects 'mantissa_bits' from 1 to 7 \(got 8\)"),
-        ("msfp12-g24", r"'MSFP' expects 'block_size' to be a power of two \(got 24\)"),
-        ("msfp12-g1", r"'MSFP' expects 'block_size' from 2 to 128 \(got 1\)"),
+        *((name, r"expects fixed2 to fixed16 \(also with -affine\)") for name in ("fixed", "fixed17", "fixed1-affine")),
+        *(
+            (name, r"expects msfp10 to msfp16 \(also with -g and the length of a block, a power of two from 2 to 128\)")
+            for name in ("msfp", "msfp9", "msfp17", "msfp12-g24", "msfp12-g1", "msfp12-g256")
+        ),
+        *((name, r"expects mxfp8-e4m3 or mxfp8-e5m2 \(got ") for name in ("mxfp8", "mxfp8-e3m4")),
+        ("mxfp6-e4m3", r"expects mxfp6-e2m3 or mxfp6-e3m2"),
+        ("mxfp4-e2m1", r"expects mxfp4 \(got 'mxfp4-e2m1'\)"),
+        ("fp8-e3m4", r"expects fp8-e4m3 or fp8-e5m2"),
     ],
 )
 def test_parse_rejects(name: str, message: str) -> None:
@@ -270,8 +286,13 @@ def test_encode_and_quantize_reject(name: str) -> None:
         ValueError, match=rf"'{owner}\.\w+' expects a tensor with at least one dimension \(got a scalar\)"
     ):
         fmt.quantize(torch.tensor(1.0))
-    with pytest.raises(IndexError, match="out of range"):
-        fmt.encode(torch.ones(3, 4), dim=2)
+    for call in (fmt.encode, fmt.quantize):
+        for dim in (2, -3):
+            with pytest.raises(IndexError, match=rf"'{owner}\.\w+' expects 'dim' from -2 to 1 \(got {dim}\)"):
+                call(torch.ones(3, 4), dim=dim)
+        for wrong in ([1.0], torch.ones(2, dtype=torch.cfloat), torch.ones(2, dtype=torch.bool)):
+            with pytest.raises(TypeError, match=rf"'{owner}\.\w+' expects a floating-point tensor \(got "):
+                call(wrong)
     if fmt.encode(torch.ones(1)).block_size is not None:
         with pytest.raises(ValueError, match=r"expects the 'dim' that its blocks lie along \(got None\)"):
             fmt.encode(torch.ones(3, 4), None)

@@ -177,6 +177,19 @@ def test_msfp_clamps_a_largest_magnitude_that_is_a_power_of_two(bits: int) -> No
     assert exponents == [130, 130, 130, 131]
 
 
+@pytest.mark.parametrize("bits", [2, 8, 11, 12, 16])
+def test_fixed_point_overflows_fp16_where_it_says(bits: int) -> None:
+    """All numbers of fp16 from -32768 down: those that become the code of -65536, which fp16 does not have."""
+    fmt, step = FixedPoint(bits), 2.0 ** (16 - (bits - 1))
+    x = -torch.arange(0x7800, 0x7C00, dtype=torch.int16).view(torch.float16)
+    infinite = fmt.quantize(x).isinf()
+    assert torch.equal(infinite, x.double() <= -65536 + step / 2)
+    assert infinite.any() == (bits <= 11)
+    assert fmt.quantize(x.float()).isfinite().all()
+    for seed in range(5):
+        assert not (fmt.quantize(x, seed=seed).isinf() & (x.double() >= -65536 + step)).any()
+
+
 @pytest.mark.parametrize("seed", [None, 5], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("name", ALL)
 def test_decoded_codes_are_the_quantized_values(name: str, seed: int | None) -> None:

@@ -1,6 +1,7 @@
 """``qgnn.metrics``: errors by known values and properties; widths by brute force, for tensors and layers of models."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch_geometric.data import Data
 import qgnn
 from graphs import GRAPHS
 from qgnn import QConfig
-from qgnn.formats import MSFP, Int
+from qgnn.config import OPERANDS
+from qgnn.formats import MSFP, Blocks, Int
 from qgnn.metrics import apply_bits, bias, cosine, error_x, select_bits, select_bits_per_layer, sqnr
 from qgnn.nn import QGCNConv, QLinear
 
@@ -229,6 +231,23 @@ def test_apply_bits_sets_components() -> None:
     assert net.conv.config.format_of("weights") == Int(4)
 
 
+def test_apply_bits_keeps_packed_blocks_where_operands_have_one_width() -> None:
+    packed = QConfig(save=Blocks(2, 64))
+    net = Net(packed)
+    with pytest.raises(
+        ValueError, match=r"'apply_bits' expects one width of all operands for 'conv', which keeps packed"
+    ):
+        apply_bits(net, {"linear": dict.fromkeys(OPERANDS, 4), "conv": {"weights": 4}})
+    assert net.linear.config == packed, "all layers, or none"
+    apply_bits(net, {"linear": dict.fromkeys(OPERANDS, 4)})
+    assert net.linear.config is not None
+    assert (net.linear.config.save, net.linear.config.bits) == (Blocks(2, 64), 4)
+    assert net.conv.config is not None
+    net.conv.config = replace(net.conv.config, save="int8")  # what the error says
+    apply_bits(net, {"conv": {"weights": 4}})
+    assert net.conv.config.format_of("weights") == Int(4)
+
+
 def test_select_bits_per_layer_leaves_out_exact_components() -> None:
     net = Net(QConfig.only(weights=Int(8)))
     found = select_bits_per_layer(net, [data()], loss=loss_of, forward=lambda model, batch: model(batch.x, EDGES))
@@ -249,6 +268,20 @@ def test_select_bits_per_layer_leaves_out_exact_components() -> None:
         (lambda: select_bits(torch.ones(2).int()), TypeError, "floating-point tensor"),
         (lambda: select_bits(torch.ones(2), fmt=lambda bits: bits), TypeError, "'fmt' to be a format"),
         (lambda: select_bits(torch.ones(2), form="max"), ValueError, "'form' to be one of"),
+        (
+            lambda: select_bits(torch.ones(2), form="cosine"),
+            ValueError,
+            r"'form' to be one of \('elementwise', 'norm'\) \(got 'cosine'\); .* smaller ones are better: of 'cosine'",
+        ),
+        (
+            lambda: select_bits(torch.ones(2), form=sqnr),
+            ValueError,
+            "smaller ones are better: of 'sqnr' larger ones are",
+        ),
+        (lambda: select_bits(torch.ones(2), -0.1), ValueError, r"'threshold' of at least 0, .* \(got -0.1\)"),
+        (lambda: select_bits(torch.ones(2), math.nan), ValueError, r"'threshold' of at least 0, .* \(got nan\)"),
+        (lambda: select_bits(torch.ones(2), "0.3"), TypeError, r"'threshold' to be a number \(got '0.3'\)"),
+        (lambda: select_bits(torch.ones(2), fmt="int8"), TypeError, r"'fmt' to be a format, .* \(got 'int8'\)"),
         (lambda: select_bits(torch.ones(2), widths=(9,)), ValueError, "from 2 to 8"),
         (lambda: select_bits_per_layer(nn.Linear(2, 2), []), ValueError, "model with quantized layers"),
         (lambda: select_bits_per_layer(QLinear(2, 2), []), ValueError, "at least one batch"),

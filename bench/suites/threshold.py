@@ -1,8 +1,8 @@
 """Does an Error_X of at most 0.3 tell which width keeps the accuracy? (The rule of Tango, arXiv:2308.00890, and a
 question that it leaves open.)
 
-A case is a data set, a format and a width: the GCN of ``qgnn train`` from a few seeds, beside PyG's in fp32 from the
-same, and the error of what its layers read in their first step. Its gate looks at the untrained model.
+A case is a data set, a format and a width: the GCN of ``qgnn train`` from a few seeds, beside the same
+in full precision, and the error of what its layers read in their first step. Its gate looks at the untrained model.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from torch import Tensor
 
 import qgnn
 from qgnn.cli.model import make_model, train_features
-from qgnn.cli.recipe import GIVEN, Recipe, recipe_for
-from qgnn.cli.run import Run, train_run
-from qgnn.cli.scheme import FULL_PRECISION, Scheme
+from qgnn.cli.recipe import GIVEN, Recipe, num_edges_of, recipe_for
+from qgnn.cli.run import Run, paired_run
+from qgnn.cli.scheme import FULL_PRECISION, UNQUANTIZED, Scheme
 from qgnn.cli.task import Task, make_task
 from qgnn.data import DatasetError
 from qgnn.formats import MSFP, FixedPoint, Format, Int
@@ -55,7 +55,7 @@ def load(dataset: str, setting: Setting) -> tuple[Task, Recipe]:
         data = graph("arxiv", setting)
     else:
         data = (qgnn.data.load_graphs if dataset in GRAPHS else qgnn.data.load)(dataset, setting.root)
-    recipe = recipe_for(argparse.Namespace(dataset=dataset, model="gcn", **dict.fromkeys(GIVEN)), data)
+    recipe = recipe_for(argparse.Namespace(dataset=dataset, model="gcn", **dict.fromkeys(GIVEN)), num_edges_of(data))
     if setting.quick:
         recipe = replace(recipe, epochs=QUICK_EPOCHS)
     return make_task(data, setting.device, recipe.normalize), recipe
@@ -63,14 +63,14 @@ def load(dataset: str, setting: Setting) -> tuple[Task, Recipe]:
 
 @lru_cache(maxsize=1)
 def full_precision(dataset: str, setting: Setting) -> tuple[Run, ...]:
-    """PyG's runs, which all formats of the data set are compared with."""
-    return tuple(train(dataset, FP32, setting))
+    """The runs without formats, which all formats of the data set are compared with."""
+    return tuple(train(dataset, UNQUANTIZED, setting))
 
 
 def train(dataset: str, scheme: Scheme, setting: Setting) -> Iterator[Run]:
     task, recipe = load(dataset, setting)
     for seed in range(QUICK_SEEDS if setting.quick else NUM_SEEDS.get(dataset, USUAL_SEEDS)):
-        yield train_run(task, recipe, scheme, seed, setting.device, measure=False)
+        yield paired_run(task, recipe, scheme, seed, setting.device, "gcn")
 
 
 @lru_cache(maxsize=1)

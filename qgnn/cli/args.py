@@ -3,10 +3,12 @@
 import argparse
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
-from qgnn.cli.compression import Compression, parse_compression
-from qgnn.cli.scheme import Scheme, parse_scheme
+from qgnn.cli import values
+from qgnn.cli.compression import parse_compression
+from qgnn.cli.scheme import parse_scheme
 
 MODELS = ("gcn", "sage", "gat", "gin", "gcn2")
 
@@ -18,35 +20,32 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
-def at_least(minimum: int) -> Callable[[str], int]:
-    """An argument type: a whole number not below ``minimum``."""
+def argument(check: Callable[[Any], Any], convert: Callable[[str], Any] = str) -> Callable[[str], Any]:
+    """An argument type: text that is converted where it can be, and checked; a ``ValueError`` says what is wrong."""
 
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"expected a whole number of at least {minimum} (got {text!r})")
-        return value
+    def parse(text: str) -> Any:
+        with suppress(ValueError):  # then the text itself is what was given
+            return _checked(check, convert(text))
+        return _checked(check, text)
 
     return parse
+
+
+def _checked(check: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return check(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """An argument type: a whole number not below ``minimum``."""
+    return argument(values.whole(minimum), int)
 
 
 def number_in(low: float, high: float, *, low_open: bool = False, high_open: bool = False) -> Callable[[str], float]:
     """An argument type: a number between ``low`` and ``high``, each included unless open."""
-    ends = f"{'(' if low_open else '['}{low:g}, {high:g}{')' if high_open else ']'}"
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not low <= value <= high or (low_open and value == low) or (high_open and value == high):
-            raise argparse.ArgumentTypeError(f"expected a number in {ends} (got {text!r})")
-        return value
-
-    return parse
+    return argument(values.number(low, high, low_open=low_open, high_open=high_open), float)
 
 
 def list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -56,22 +55,6 @@ def list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
         return list(dict.fromkeys(parse(item.strip()) for item in re.split(r",(?![^\[]*\])", text)))
 
     return parse_list
-
-
-def scheme(text: str) -> Scheme:
-    """:func:`parse_scheme` as an argument type."""
-    try:
-        return parse_scheme(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def compression(text: str) -> Compression:
-    """:func:`parse_compression` as an argument type."""
-    try:
-        return parse_compression(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -120,7 +103,7 @@ def _add_train(commands: Any) -> None:
     what.add_argument("--model", default="gcn", choices=MODELS, help="model (default: %(default)s)")
     what.add_argument(
         "--precision",
-        type=list_of(scheme),
+        type=list_of(argument(parse_scheme)),
         default="fp32,int8",
         metavar="LIST",
         help="of fp32 (PyG's own layers), bf16 (the same under autocast), and number formats such as int8, int4, "
@@ -130,7 +113,7 @@ def _add_train(commands: Any) -> None:
     )
     what.add_argument(
         "--compress",
-        type=list_of(compression),
+        type=list_of(argument(parse_compression)),
         default="none",
         metavar="LIST",
         help="of none, and int1, int2, int4 or int8 codes in place of what autograd keeps for the backward pass; "
@@ -142,7 +125,9 @@ def _add_train(commands: Any) -> None:
     how = parser.add_argument_group("how to train")
     how.add_argument("--epochs", type=at_least(1), metavar="N")
     how.add_argument("--seeds", type=at_least(1), default=3, metavar="K", help="number of runs (default: %(default)s)")
-    how.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="the first seed (default: %(default)s)")
+    how.add_argument(
+        "--seed", type=argument(values.SEED, int), default=0, metavar="N", help="the first seed (default: %(default)s)"
+    )
     how.add_argument("--hidden", type=at_least(1), metavar="N", help="width of the hidden layers")
     how.add_argument("--layers", type=at_least(1), metavar="N", help="number of layers")
     how.add_argument("--dropout", type=number_in(0, 1, high_open=True), metavar="P")
@@ -159,13 +144,16 @@ def _add_sweep(commands: Any) -> None:
         "sweep",
         help="train many combinations of data sets, models, formats, components, schedules and seeds",
         description="Run every combination that a TOML file names, over processes, and compare the accuracy with that "
-        "of fp32. Each run is recorded when it ends: after Ctrl-C, a kill or a change of the file, the same command "
-        "runs what is missing.",
+        "of the same model unquantized, seed by seed. Each run is recorded when it ends: after Ctrl-C, a kill or a "
+        "change of the file, the same command runs what is missing. A run whose process dies is tried once more; runs "
+        "that a changed file no longer names stay in the journal and out of the table.",
     )
     parser.add_argument("spec", metavar="SPEC", help="the file; examples/formats.toml shows how it is written")
     parser.add_argument("--results", metavar="DIR", help="folder of the journal and the table (default: sweeps/NAME)")
     parser.add_argument(
-        "--table", metavar="FILE", help="the table, .csv or .parquet (default: results.csv in the folder of results)"
+        "--table",
+        metavar="FILE",
+        help="the table, .csv or .parquet, which needs pyarrow (default: results.csv in the folder of results)",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the accuracy drop to FILE (.png, .svg, .pdf)")
     parser.add_argument("--root", metavar="DIR", help="folder of the data sets, in place of the file's")
@@ -175,6 +163,10 @@ def _add_sweep(commands: Any) -> None:
         metavar="N",
         help="runs at a time, in place of the file's number (default: one a core, one on a GPU)",
     )
-    parser.add_argument("--limit", type=at_least(0), metavar="N", help="end after N runs")
+    parser.add_argument(
+        "--limit", type=at_least(0), metavar="N", help="end after N runs; with 0, write table and summary anew"
+    )
     parser.add_argument("--retry-failed", action="store_true", help="run again what failed")
-    parser.add_argument("--dry-run", action="store_true", help="count the runs of each grid, and end")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="count the runs of each grid, and end; nothing is written"
+    )

@@ -10,7 +10,8 @@ from torch_geometric.nn import GAT, GCN, GIN, GCN2Conv, GraphSAGE, global_mean_p
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from qgnn.cli.recipe import Recipe
-from qgnn.cli.scheme import Scheme
+from qgnn.cli.scheme import Scheme, parse_schedule
+from qgnn.config import COMPONENTS
 from qgnn.convert import quantize_
 from qgnn.qtensor import QTensor
 
@@ -65,6 +66,52 @@ class GraphClassifier(nn.Module):
         rows = self.convolutions(x, edge_index)
         logits: Tensor = self.last(self.dropout(global_mean_pool(rows, batch, batch_size)))
         return logits
+
+
+def check_model(name: str, recipe: Recipe, by_graph: bool) -> None:
+    """Raise a ``ValueError`` if the model is not made for such data, or cannot have such a size."""
+    if by_graph and name not in GRAPH_MODELS:
+        raise ValueError(
+            f"the model {name} expects a data set with classes of nodes (got one with classes of graphs); give one of "
+            f"{', '.join(GRAPH_MODELS)}"
+        )
+    if name == "gat" and recipe.hidden % GAT_HEADS:
+        raise ValueError(
+            f"the model gat expects a hidden width that is a multiple of {GAT_HEADS}, its number of heads (got "
+            f"{recipe.hidden})"
+        )
+    if name == "gcn2" and recipe.layers < 3:
+        raise ValueError(
+            f"the model gcn2 expects at least 3 layers (got {recipe.layers}), since the first and the last are dense"
+        )
+
+
+def check_scheme(scheme: Scheme, name: str, recipe: Recipe, by_graph: bool) -> None:
+    """Raise a ``ValueError`` if the scheme would change nothing in the model, or its schedule is longer than the
+    training."""
+    if scheme.config is not None:
+        if recipe.layers < 2 and not by_graph:
+            raise ValueError(
+                f"{scheme.name} expects at least 2 layers (got {recipe.layers}), since the last one stays in full "
+                "precision"
+            )
+        named = {component for component in COMPONENTS if scheme.config.format_of(component) is not None}
+        if named and not named & (there := components_of(name, recipe, by_graph)):
+            raise ValueError(
+                f"{scheme.name} expects a component that the model has: of {name} with {recipe.layers} layers, these "
+                f"are {', '.join(component for component in COMPONENTS if component in there)}"
+            )
+    kind, widths = ("", ()) if scheme.schedule is None else parse_schedule(scheme.schedule)
+    if kind == "sdq" and len(widths) > recipe.epochs:
+        raise ValueError(f"{scheme.name} expects at least {len(widths)} epochs, one a width (got {recipe.epochs})")
+
+
+def components_of(name: str, recipe: Recipe, by_graph: bool) -> frozenset[str]:
+    """The components of :class:`qgnn.QConfig` that occur in the quantized layers of a model."""
+    missing = set() if name == "gat" else {"attention"}
+    if recipe.layers == (1 if by_graph else 2):  # one layer is quantized, and reads features
+        missing.add("activations")
+    return frozenset(COMPONENTS) - missing
 
 
 def make_model(

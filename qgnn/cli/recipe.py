@@ -56,20 +56,35 @@ LARGE_NUM_EDGES = 1_000_000
 LARGE = Recipe(hidden=256, weight_decay=0.0, eval_every=5)
 
 
-def recipe_for(options: argparse.Namespace, data: Data | GraphSet) -> Recipe:
-    """The recipe of the data set, with what the command line gives in its place."""
-    name = key(options.dataset)
+def recipe_for(options: argparse.Namespace, num_edges: int | None) -> Recipe:
+    """The recipe of the data set of such a size, with what the command line gives in its place."""
+    recipe = usual_recipe(options.dataset, options.model, num_edges)
+    given = {field: getattr(options, field) for field in GIVEN if getattr(options, field) is not None}
+    return replace(recipe, **given)
+
+
+def num_edges_of(data: Data | GraphSet) -> int | None:
+    """The size by which recipes differ: the number of edges, or ``None`` of a set of graphs."""
+    return None if isinstance(data, GraphSet) else int(data.num_edges)
+
+
+def usual_recipe(dataset: str, model: str, num_edges: int | None = 0) -> Recipe:
+    """The recipe of a data set, with nothing in its place.
+
+    Args:
+        dataset: Its name.
+        model: Name of the model.
+        num_edges: How large it is, on which neither layers nor epochs depend; ``None`` for a set of graphs.
+    """
+    name = key(dataset)
     if name == "wordnet":
         recipe = WORDNET
     elif name in ENTRIES and ENTRIES[name].cls == "Planetoid":
         recipe = PLANETOID
-    elif isinstance(data, GraphSet):
+    elif num_edges is None:
         recipe = GRAPHS
-    elif data.num_edges >= LARGE_NUM_EDGES:
+    elif num_edges >= LARGE_NUM_EDGES:
         recipe = LARGE
     else:
         recipe = Recipe()
-    if options.model == "gcn2":
-        recipe = replace(recipe, layers=GCN2_LAYERS)
-    given = {field: getattr(options, field) for field in GIVEN if getattr(options, field) is not None}
-    return replace(recipe, **given)
+    return replace(recipe, layers=GCN2_LAYERS) if model == "gcn2" else recipe

@@ -17,6 +17,7 @@ from qgnn.cli.task import Features, Forward, Task
 from qgnn.config import QConfig
 from qgnn.memory import MIB
 from qgnn.qtensor import QTensor
+from qgnn.rng import rounding_from, splitmix64
 from qgnn.trace import trace
 
 
@@ -26,6 +27,7 @@ class Run(NamedTuple):
     Args:
         test_acc: Test accuracy (micro-F1 for multi-label sets) at the best validation epoch, 0 to 1.
         final_loss: Training loss of the last epoch, before its step.
+        best_epoch: The epoch of ``test_acc``, counted from 1.
         epoch_ms: Median time of a training step: forward, backward and optimizer.
         mean_bits: Mean over the epochs of the width that a schedule set; ``None`` without a schedule.
         widths: The width of each epoch; empty without a schedule.
@@ -40,6 +42,7 @@ class Run(NamedTuple):
 
     test_acc: float
     final_loss: float
+    best_epoch: int
     epoch_ms: float
     mean_bits: float | None = None
     widths: tuple[int, ...] = ()
@@ -86,7 +89,7 @@ def train_run(
     draw, forward = train_features(inputs[0], recipe), forward_of(model, scheme, device)
     timer, compressed = StepTimer(device), scheme.compression.context(seed)
     schedule = scheme.make_schedule(model, compressed, recipe.epochs)
-    best_val_acc, test_acc, loss = -1.0, 0.0, math.nan
+    best_val_acc, best_epoch, test_acc, loss = -1.0, 0, 0.0, math.nan
     for epoch in range(1, recipe.epochs + 1):
         model.train()
         with timer.step():
@@ -99,11 +102,11 @@ def train_run(
             loss = float(step_loss.detach())
             val_acc, test_acc_now = evaluate(model, forward, task, inputs)
             if val_acc > best_val_acc:
-                best_val_acc, test_acc = val_acc, test_acc_now
+                best_val_acc, best_epoch, test_acc = val_acc, epoch, test_acc_now
         if schedule is not None:
             schedule.step(loss=step_loss.detach())
         on_epoch()
-    run = Run(test_acc, loss, timer.median_ms)
+    run = Run(test_acc, loss, best_epoch, timer.median_ms)
     if schedule is not None:
         run = run._replace(mean_bits=schedule.mean_bits, widths=tuple(schedule.history[: recipe.epochs]))
         if scheme.config is None:  # of a model, the layers know it
@@ -113,6 +116,15 @@ def train_run(
     run = run._replace(peak_mib=peak.mib)  # before the steps that measure the rest
     saved_mib, original_mib, features_mib, ops = inspect_step(model, inputs[0], task, recipe, scheme, device)
     return run._replace(saved_mib=saved_mib, original_mib=original_mib, features_mib=features_mib, ops=ops)
+
+
+def paired_run(task: Task, recipe: Recipe, scheme: Scheme, seed: int, device: torch.device, model_name: str) -> Run:
+    """:func:`train_run`, not measured, and with rounding from a generator of its own: runs of one seed that differ in
+    their number formats alone drop the same entries, as does :data:`qgnn.cli.scheme.UNQUANTIZED`. Attention of GAT is
+    an exception: what drops it goes by whether it is quantized."""
+    generator = torch.Generator(device).manual_seed(splitmix64(seed))
+    with rounding_from(generator):
+        return train_run(task, recipe, scheme, seed, device, model_name, measure=False)
 
 
 def forward_of(model: nn.Module, scheme: Scheme, device: torch.device) -> Forward:

@@ -104,6 +104,10 @@ class Scheme:
         return contextlib.nullcontext()
 
 
+# The converted model with nothing quantized: what runs in number formats are compared with, seed by seed.
+UNQUANTIZED = Scheme("fp32", QConfig.only())
+
+
 def parse_scheme(text: str) -> Scheme:
     """The scheme of a name: a format, then where wanted a component and a schedule, with colons between them.
 
@@ -124,7 +128,7 @@ def parse_scheme(text: str) -> Scheme:
         if components:
             raise ValueError(f"expected a number format in front of the component {components[0]!r} (got {text!r})")
         return Scheme(":".join([format, *schedules]), bf16=format == "bf16", schedule="".join(schedules) or None)
-    fmt = _parse_format(format)
+    fmt = parse_format(format)
     config = _only(components[0], fmt) if components else QConfig(fmt=fmt)
     scheme = Scheme(":".join([str(fmt), *components, *schedules]), config, schedule="".join(schedules) or None)
     return scheme.with_compression(NO_COMPRESSION)  # checks the widths
@@ -151,7 +155,8 @@ def parse_schedule(text: str) -> tuple[str, tuple[int, ...]]:
     )
 
 
-def _parse_format(name: str) -> formats.Format:
+def parse_format(name: str) -> formats.Format:
+    """:func:`qgnn.formats.parse`, with an error that names full precision, too."""
     try:
         return formats.parse(name)
     except ValueError as error:

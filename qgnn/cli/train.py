@@ -15,12 +15,12 @@ from torch_geometric.data import Data
 
 from qgnn.cli import report
 from qgnn.cli.errors import UsageError
-from qgnn.cli.model import GAT_HEADS, GRAPH_MODELS
+from qgnn.cli.model import check_model, check_scheme
 from qgnn.cli.plot import check_plot, write_plot
 from qgnn.cli.provenance import make_stamp, now
-from qgnn.cli.recipe import Recipe, recipe_for
+from qgnn.cli.recipe import Recipe, num_edges_of, recipe_for
 from qgnn.cli.run import Run, train_run
-from qgnn.cli.scheme import Scheme, parse_schedule
+from qgnn.cli.scheme import Scheme
 from qgnn.cli.task import Task, make_task
 from qgnn.data import DatasetError, GraphSet, load, load_graphs
 from qgnn.data.datasets import GRAPH_ENTRIES, key
@@ -41,15 +41,11 @@ def train(options: argparse.Namespace) -> None:
             check_writable(flag, Path(path))
     if options.plot is not None:
         check_plot(Path(options.plot))
-    if options.model == "gat" and options.hidden is not None and options.hidden % GAT_HEADS:
-        raise UsageError(
-            f"--model gat expects a multiple of {GAT_HEADS}, its number of heads (got --hidden {options.hidden}); "
-            f"give --hidden {options.hidden + -options.hidden % GAT_HEADS}"
-        )
+    by_graph = key(options.dataset) in GRAPH_ENTRIES
+    check_fit(options, recipe_for(options, None if by_graph else 0), by_graph)
     schemes = combine(options)
     data = load_data(options)
-    recipe = recipe_for(options, data)
-    check_layers(options, recipe, isinstance(data, GraphSet))
+    recipe = recipe_for(options, num_edges_of(data))
 
     stamp, utc = make_stamp(device), now()
     try:
@@ -96,30 +92,14 @@ def combine(options: argparse.Namespace) -> list[Scheme]:
     return schemes
 
 
-def check_layers(options: argparse.Namespace, recipe: Recipe, by_graph: bool) -> None:
-    """Raise if the model would be without a convolution, or a number format without a layer of its own."""
-    if by_graph and options.model not in GRAPH_MODELS:
-        raise UsageError(
-            f"--model {options.model} expects a data set with classes of nodes (got {options.dataset}, with classes of "
-            f"graphs); give --model {', '.join(GRAPH_MODELS[:-1])} or {GRAPH_MODELS[-1]}"
-        )
-    if options.model == "gcn2" and recipe.layers < 3:
-        raise UsageError(
-            f"--model gcn2 expects at least 3 layers (got {recipe.layers}), since the first and the last are dense; "
-            "give --layers 3 or more"
-        )
-    for scheme in options.precision:
-        if scheme.config is not None and recipe.layers < 2 and not by_graph:
-            raise UsageError(
-                f"--precision {scheme.name} expects at least 2 layers (got --layers {recipe.layers}), since the "
-                "last layer stays in full precision; give --layers 2 or leave it out"
-            )
-        kind, widths = ("", ()) if scheme.schedule is None else parse_schedule(scheme.schedule)
-        if kind == "sdq" and len(widths) > recipe.epochs:
-            raise UsageError(
-                f"--precision {scheme.name} expects at least {len(widths)} epochs, one a width (got {recipe.epochs}); "
-                f"give --epochs {len(widths)} or more"
-            )
+def check_fit(options: argparse.Namespace, recipe: Recipe, by_graph: bool) -> None:
+    """Raise unless the model is one for the data set, and each scheme one for the model."""
+    try:
+        check_model(options.model, recipe, by_graph)
+        for scheme in options.precision:
+            check_scheme(scheme, options.model, recipe, by_graph)
+    except ValueError as error:
+        raise UsageError(f"{error}; change --model, --precision, --layers, --hidden or --epochs") from error
 
 
 def train_all(

@@ -74,6 +74,7 @@ class Format(ABC):
         Raises:
             TypeError: If ``x`` is not a floating-point tensor.
             ValueError: If ``x`` is a scalar, or ``dim`` is ``None`` for a format with blocks.
+            IndexError: If ``x`` has no such ``dim``.
         """
         moved, rows = self._rows("encode", x.detach() if isinstance(x, Tensor) else x, dim)
         codes, scales, zero = self._encode_rows(rows, None if seed is None else make_seed(seed, x.device))
@@ -107,6 +108,8 @@ class Format(ABC):
             raise ValueError(f"'{owner}' expects a tensor with at least one dimension (got a scalar)")
         if dim is None and not self.scales_slices:
             raise ValueError(f"'{owner}' expects the 'dim' that its blocks lie along (got None); give dim=-1")
+        if dim is not None and not -x.dim() <= dim < x.dim():
+            raise IndexError(f"'{owner}' expects 'dim' from {-x.dim()} to {x.dim() - 1} (got {dim})")
         moved = x if dim is None else x.movedim(dim, -1)
         return moved, moved.reshape(1, -1) if dim is None else moved.reshape(prod(moved.shape[:-1]), moved.shape[-1])
 
@@ -151,6 +154,7 @@ class Format(ABC):
         Raises:
             TypeError: If ``x`` is not a floating-point tensor.
             ValueError: If ``x`` is a scalar, or ``dim`` is ``None`` for a format with blocks.
+            IndexError: If ``x`` has no such ``dim``.
         """
         return _StraightThrough.apply(x, self, dim, seed)
 
@@ -188,6 +192,12 @@ def check_width(owner: str, name: str, value: object, low: int, high: int, why: 
         raise TypeError(f"'{owner}' expects '{name}' to be an int (got {type(value).__name__})")
     if not low <= value <= high:
         raise ValueError(f"'{owner}' expects '{name}' from {low} to {high} (got {value}){why}")
+
+
+def check_flag(owner: str, name: str, value: object) -> None:
+    """Raise unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"'{owner}' expects '{name}' to be a bool (got {type(value).__name__})")
 
 
 def check_kind(owner: str, kind: object, kinds: tuple[str, ...]) -> None:

@@ -10,10 +10,22 @@ from torch import Tensor
 from qgnn import ops
 from qgnn.formats._format import Encoded, Format
 from qgnn.packing import FLOAT8, Layout
-from qgnn.reference._common import row_chunks
-from qgnn.reference.grids import affine_codes_, bits_of_rows, elements_, from_blocks, stored_exponent, to_blocks
+from qgnn.reference.grids import affine_codes_, blocks_of_rows, elements_, from_blocks, stored_exponent
 from qgnn.rng import make_seed
 from qgnn.rounding import Grid, shared_scale
+
+
+def float_grid(kind: str, block_size: int = 0) -> Grid:
+    """The grid of floating-point elements, by the bits of their exponent and mantissa."""
+    # Written here, as a compiler may take the numbers of a global table for variables.
+    max_exponent, mantissa_bits, min_exponent, largest = {
+        "e4m3": (8, 3, -6, 448.0),
+        "e5m2": (15, 2, -14, 57344.0),
+        "e2m3": (2, 3, 0, 7.5),
+        "e3m2": (4, 2, -2, 28.0),
+        "e2m1": (2, 1, 0, 6.0),
+    }[kind]
+    return Grid(block_size, False, max_exponent, 0, mantissa_bits, min_exponent, -largest, largest, False)
 
 
 class GridFormat(Format):
@@ -60,16 +72,14 @@ class GridFormat(Format):
         codes = rows.new_empty((num_rows, width), dtype=self._dtype)
         scales = rows.new_zeros((num_rows, num_blocks), dtype=torch.float32 if grid.affine else torch.uint8)
         zero = rows.new_zeros((num_rows, num_blocks), dtype=torch.float32) if grid.affine else None
-        size = min(grid.block_size or width, width)
-        for part in row_chunks(num_rows, width) if width else ():
-            blocks, bits16 = to_blocks(rows[part].float(), size), bits_of_rows(part, width, size, seed)
+        for part, blocks, bits16 in blocks_of_rows(rows, grid, seed, torch.float32):
             if zero is not None:
-                values, scale, low = affine_codes_(blocks, grid, bits16)
-                zero[part] = low.squeeze(2)
+                values, step, low = affine_codes_(blocks, grid, bits16)
+                scales[part], zero[part] = step.squeeze(2), low.squeeze(2)
             else:
                 values, shared, poisoned = elements_(blocks, grid, bits16)
-                scale = stored_exponent(shared, poisoned)
-            codes[part], scales[part] = from_blocks(values, width).to(codes.dtype), scale.squeeze(2)
+                scales[part] = stored_exponent(shared, poisoned)
+            codes[part] = from_blocks(values, width).to(codes.dtype)
         return codes, scales if grid.affine else self._scales(scales), zero
 
     @property

@@ -9,7 +9,7 @@ import torch
 
 from qgnn.rounding import BINS, BLOCK_BITS, MAX_BLOCK_SIZE, METADATA_DTYPES
 
-_NAME = re.compile(r"int(\d{1,9})(?:-rp(\d{1,9}))?(-vm)?(?:-g(\d{1,9}))?")
+_NAME = re.compile(r"int(\d{1,9})(?:-rp(\d{1,9}))?(-vm)?(?:-g(\d{1,9}))?", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ class Blocks:
 
         Args:
             name: ``int`` and the width, then where wanted ``-rp`` and the ratio of the projection, ``-vm`` for bins of
-                least variance, ``-g`` and the length of a block, in this order.
+                least variance, ``-g`` and the length of a block, in this order, in small letters or capitals.
 
         Raises:
             ValueError: If it is no such name, or a number is outside its range.
 
         Example:
-            >>> qgnn.formats.Blocks.parse("int2-rp8-g16")  # a row of 128 columns a block, as in EXACT
+            >>> exact = qgnn.formats.Blocks.parse("int2-rp8-g16")  # a row of 128 columns a block, as in EXACT
         """
         match = _NAME.fullmatch(name)
         if match is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from qgnn.formats._format import check_width
+from qgnn.formats._format import check_flag, check_width
 from qgnn.formats._grid import GridFormat
 from qgnn.rounding import Grid
 
@@ -27,9 +27,12 @@ class FixedPoint(GridFormat):
     unused. A largest magnitude that is itself a power of two is code ``-2**(b-1)`` if it is negative, and clamped to
     ``2**(b-1) - 1`` otherwise. Scales below ``2**(-127 - (b-1))`` do not occur: smaller slices lose bits, down to
     zeros; a largest magnitude above ``2**127`` is clamped to about that. Of an affine slice narrower than 1e-30 all
-    values become the smallest. Of fp16 the code ``-2**(b-1)`` may stand for -65536, which that type turns
-    into -inf. An infinity or NaN, or a range that is not finite in fp32, makes its slice NaN, and
+    values become the smallest. An infinity or NaN, or a range that is not finite in fp32, makes its slice NaN, and
     nothing else.
+
+    Symmetric fp16 slices with magnitudes above 32768 have a code for -65536, which fp16 has not. With up to 11 bits
+    values round to it, and become -inf: to nearest those of at most ``-65536 + s / 2``, at random some below
+    ``-65536 + s``.
 
     Args:
         bits: Width ``b`` of a code, 2 to 16. Up to 8, symmetric codes run on the integer kernels.
@@ -49,8 +52,7 @@ class FixedPoint(GridFormat):
 
     def __post_init__(self) -> None:
         check_width("FixedPoint", "bits", self.bits, 2, 16)
-        if not isinstance(self.affine, bool):
-            raise TypeError(f"'FixedPoint' expects 'affine' to be a bool (got {type(self.affine).__name__})")
+        check_flag("FixedPoint", "affine", self.affine)
 
     @property
     def grid(self) -> Grid:

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from qgnn.formats._format import Encoded, Format, check_kind, only_width
+from qgnn.formats._grid import float_grid
 from qgnn.packing import FLOAT8, Layout
 from qgnn.reference._common import row_chunks
 from qgnn.reference.grids import round_elements_
 from qgnn.rng import random_bits16
-from qgnn.rounding import FLUSH, Grid
-
-# By kind: bits of the mantissa, exponent below which elements are as coarse as at it, and the largest element.
-_ELEMENTS = {"e4m3": (3, -6, 448.0), "e5m2": (2, -14, 57344.0)}
+from qgnn.rounding import FLUSH
 
 
 @dataclass(frozen=True)
@@ -61,23 +59,22 @@ class Float8(Format):
         return 8.0
 
     def _layout(self, shape: tuple[int, ...], dim: int) -> Layout:
-        return Layout(8, shape, dim, mantissa_bits=_ELEMENTS[self.kind][0])
+        return Layout(8, shape, dim, mantissa_bits=float_grid(self.kind).mantissa_bits)
 
     def _encode_rows(self, rows: Tensor, seed: Tensor | None) -> Encoded:
-        mantissa_bits, min_exponent, largest = _ELEMENTS[self.kind]
-        grid = Grid(0, False, 0, 0, mantissa_bits, min_exponent, -largest, largest, False)
-        codes = rows.new_empty(rows.shape, dtype=FLOAT8[mantissa_bits])
+        grid = float_grid(self.kind)
+        codes = rows.new_empty(rows.shape, dtype=FLOAT8[grid.mantissa_bits])
         scales = rows.new_zeros((rows.shape[0], 1), dtype=torch.float32)
         for part in row_chunks(*rows.shape) if rows.shape[1] else ():
             values = rows[part].float()
             absmax = values.abs().amax(1, keepdim=True)
             poisoned = ~(absmax < float("inf"))
             live = ~poisoned & (absmax > FLUSH)
-            inverse = torch.where(live, torch.full_like(absmax, largest) / absmax, 0.0)
+            inverse = torch.where(live, torch.full_like(absmax, grid.high) / absmax, 0.0)
             bits16 = None if seed is None else random_bits16(part.start, part.stop - part.start, rows.shape[1], seed)
             units = (values * inverse).masked_fill_(poisoned, 0.0)
             codes[part] = round_elements_(units, grid, bits16).to(codes.dtype)
-            scale = torch.where(live, absmax * (1.0 / largest), 0.0)
+            scale = torch.where(live, absmax * (1.0 / grid.high), 0.0)
             scales[part] = scale.masked_fill_(poisoned, float("nan"))
         return codes, scales, None
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qgnn import ops
-from qgnn.formats._format import Encoded, Format, check_width
+from qgnn.formats._format import Encoded, Format, check_flag, check_width
 from qgnn.packing import Layout
 from qgnn.reference._common import row_chunks
 from qgnn.rng import random_bits16
@@ -17,14 +17,31 @@ from qgnn.rounding import absmax_scale, round_codes
 
 @dataclass(frozen=True)
 class Int(Format):
-    """Integer codes with one scale (and, if asymmetric, one zero point) per slice.
+    r"""Integers of ``b`` bits with one fp32 scale (and, if asymmetric, one zero point) a slice.
+
+    Symmetric, after `"Integer Quantization for Deep Learning Inference" <https://arxiv.org/abs/2004.09602>`_, the
+    largest magnitude of a slice becomes the largest code, and 0 is exact:
+
+    .. math:: q_{max} = 2^{b-1} - 1, \quad s = \max|x| / q_{max}, \quad q = \mathrm{round}(x / s), \quad \hat x = q s
+
+    Asymmetric, codes run evenly from the smallest value :math:`l` to the largest :math:`h`:
+
+    .. math:: s = (h - l) / (2^b - 1), \quad q = \mathrm{round}((x - l) / s), \quad \hat x = q s + l
+
+    ``round`` is to nearest, halves up, or with a seed stochastic: up with the probability of the fraction, in steps of
+    ``2**-16`` (:mod:`qgnn.rounding` has the arithmetic, in which no code is beyond the ends). Unlike
+    :class:`FixedPoint` the scale is no power of two and uses the whole range. Symmetric slices whose magnitudes are at
+    most 1e-30 become zeros; of asymmetric ones that are no wider than that, all values become the smallest. An infinity
+    or NaN, or a range that is not finite in fp32, makes its slice NaN (the scale is NaN, the codes are zeros), and
+    nothing else.
 
     Args:
-        bits: Width of a code, 2 to 8.
-        symmetric: With ``True`` codes run from ``-(2**(bits-1) - 1)`` to ``2**(bits-1) - 1`` and 0 is exact; with
-            ``False`` from 0 to ``2**bits - 1`` between the smallest and the largest value of the slice.
+        bits: Width ``b`` of a code, 2 to 8.
+        symmetric: With ``True`` codes run from ``-(2**(bits-1) - 1)`` to ``2**(bits-1) - 1``, with ``False`` from 0 to
+            ``2**bits - 1``.
 
     Raises:
+        TypeError: If a field has the wrong type.
         ValueError: If ``bits`` is outside 2 to 8.
 
     Example:
@@ -38,6 +55,7 @@ class Int(Format):
 
     def __post_init__(self) -> None:
         check_width("Int", "bits", self.bits, 2, 8, "; wider codes do not fit an int8 kernel")
+        check_flag("Int", "symmetric", self.symmetric)
 
     @property
     def is_integer(self) -> bool:

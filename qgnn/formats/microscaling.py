@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from qgnn.formats._format import check_kind, only_width
-from qgnn.formats._grid import GridFormat
+from qgnn.formats._grid import GridFormat, float_grid
 from qgnn.rounding import Grid
 
 _BLOCK_SIZE = 32  # the one that the specification has concrete formats of
@@ -69,6 +69,11 @@ class _Minifloat(_Microscaling):
 
     kind: str
 
+    @property
+    def grid(self) -> Grid:
+        """The values of a block."""
+        return float_grid(self.kind, _BLOCK_SIZE)
+
     def __str__(self) -> str:
         """As ``mxfp8-e4m3``."""
         return f"mxfp{self.bits}-{self.kind}"
@@ -112,13 +117,6 @@ class MXFP8(_Minifloat):
         """Width of an element."""
         return 8
 
-    @property
-    def grid(self) -> Grid:
-        """The values of a block."""
-        if self.kind == "e4m3":
-            return Grid(_BLOCK_SIZE, False, 8, 0, 3, -6, -448.0, 448.0, False)
-        return Grid(_BLOCK_SIZE, False, 15, 0, 2, -14, -57344.0, 57344.0, False)
-
 
 @dataclass(frozen=True)
 class MXFP6(_Minifloat):
@@ -147,13 +145,6 @@ class MXFP6(_Minifloat):
         """Width of an element."""
         return 6
 
-    @property
-    def grid(self) -> Grid:
-        """The values of a block."""
-        if self.kind == "e2m3":
-            return Grid(_BLOCK_SIZE, False, 2, 0, 3, 0, -7.5, 7.5, False)
-        return Grid(_BLOCK_SIZE, False, 4, 0, 2, -2, -28.0, 28.0, False)
-
 
 @dataclass(frozen=True)
 class MXFP4(_Minifloat):
@@ -164,15 +155,12 @@ class MXFP4(_Minifloat):
         >>> q = qgnn.formats.MXFP4().encode(torch.randn(4, 64))  # 32 bytes of codes and 2 of scales a row
     """
 
+    kind = "e2m1"
+
     @property
     def bits(self) -> int:
         """Width of an element."""
         return 4
-
-    @property
-    def grid(self) -> Grid:
-        """The values of a block."""
-        return Grid(_BLOCK_SIZE, False, 2, 0, 1, 0, -6.0, 6.0, False)
 
     def __str__(self) -> str:
         return "mxfp4"

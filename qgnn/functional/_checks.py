@@ -13,7 +13,7 @@ from qgnn.activation import dropout_threshold
 from qgnn.config import QConfig
 from qgnn.graph import Graph, as_graph
 from qgnn.qtensor import QTensor
-from qgnn.rng import make_seed
+from qgnn.rng import make_rounding_seed, make_seed
 
 
 def draw_seed(config: QConfig, seed: int | Tensor | None, x: Tensor) -> Tensor | None:
@@ -22,7 +22,7 @@ def draw_seed(config: QConfig, seed: int | Tensor | None, x: Tensor) -> Tensor |
         raise NotImplementedError(
             "'torch.func' does not transform integer operands; use 'torch.autograd.grad', or config=None"
         )
-    return make_seed(seed, x.device) if config.stochastic else None
+    return make_rounding_seed(seed, x.device) if config.stochastic else None
 
 
 def keeps_codes(config: QConfig, weight: Tensor) -> bool:

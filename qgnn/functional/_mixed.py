@@ -288,12 +288,8 @@ def _becomes_codes(fmt: Format | None) -> bool:
 
 
 def _parts(num_rows: int, width: int) -> Iterator[slice]:
-    """Slices of rows of at most :data:`CHUNK` values, and at least :data:`_PART` rows. Their number of rows is a power
-    of two, and the last one's what is left, so that kernels see few sizes."""
-    if torch.compiler.is_compiling() or num_rows * width <= CHUNK:
-        return row_parts(num_rows, width, CHUNK)
-    step = max(_PART, 1 << (CHUNK // width).bit_length() - 1) if width <= CHUNK else _PART
-    return row_parts(num_rows, width, step * width)
+    """Slices of rows of at most :data:`CHUNK` values, and at least :data:`_PART` rows."""
+    return row_parts(num_rows, width, max(CHUNK, _PART * width))
 
 
 def _wide(x: Tensor) -> Tensor:

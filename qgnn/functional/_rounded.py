@@ -50,7 +50,7 @@ def message_rows(
         x = x.origin
     kernel = None
     if grad is not None and _is_int(grad) and _is_int(fmt):
-        kernel = replace(config, fmt=grad, bits=grad.bits, components=())
+        kernel = replace(config, fmt=grad, bits=grad.bits, components={})
     if fmt is None or not fmt.is_integer or x.dim() != 2:
         return rounded(x, fmt, config.granularity, stream_of(seed, _MESSAGES + number)), None
     rows = round_rows(x.detach(), fmt, config.granularity, stream_of(seed, _MESSAGES + number))
@@ -89,7 +89,7 @@ def attention_config(config: QConfig) -> QConfig | None:
     if fmt != grad or not _is_int(fmt) or config.format_of("aggregation") is not None:
         return None
     assert fmt is not None
-    return replace(config, fmt=fmt, bits=fmt.bits, components=())
+    return replace(config, fmt=fmt, bits=fmt.bits, components={})
 
 
 def rounded_attention(weights: Tensor, config: QConfig, seed: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from qgnn.qtensor import QTensor
 
 FORMS = ("elementwise", "norm")
+_LARGER_IS_BETTER = ("sqnr", "cosine")
 
 
 def error_x(x: Tensor, x_hat: Tensor | QTensor, form: str = "elementwise") -> Tensor:
@@ -175,8 +176,12 @@ def _ratio(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def check_form(owner: str, form: object) -> None:
-    if form not in FORMS:
-        raise ValueError(f"'{owner}' expects 'form' to be one of {FORMS} (got {form!r})")
+    if form in FORMS:
+        return
+    name, hint = getattr(form, "__name__", form), ""
+    if name in _LARGER_IS_BETTER:
+        hint = f"; these are errors, of which smaller ones are better: of '{name}' larger ones are"
+    raise ValueError(f"'{owner}' expects 'form' to be one of {FORMS} (got {form!r}){hint}")
 
 
 def kind_of(x: object) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn.dense.linear import Linear
 
-from qgnn.formats import Format, Int
+from qgnn.formats import Blocks, Format, Int
 from qgnn.metrics.errors import check_form, error_x, kind_of
 from qgnn.nn._layer import Quantized
 
@@ -52,14 +52,20 @@ def select_bits(
         The width, or ``None`` if none is enough: leave such values in full precision.
 
     Raises:
-        TypeError: If ``x`` is no floating-point tensor, or ``fmt`` makes no format.
-        ValueError: If ``form`` is unknown, or the format does not have one of the widths.
+        TypeError: If ``x`` is no floating-point tensor, ``fmt`` makes no format, or ``threshold`` is no number.
+        ValueError: If ``form`` is unknown, ``threshold`` negative, or the format does not have one of the widths.
 
     Example:
         >>> qgnn.metrics.select_bits(torch.randn(1000, 64), dim=None)
         5
     """
     check_form("select_bits", form)
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+        raise TypeError(f"'select_bits' expects 'threshold' to be a number (got {threshold!r})")
+    if not threshold >= 0:
+        raise ValueError(
+            f"'select_bits' expects 'threshold' of at least 0, the largest error allowed (got {threshold})"
+        )
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"'select_bits' expects 'x' to be a floating-point tensor (got {kind_of(x)})")
     x = x.detach()
@@ -178,7 +184,8 @@ def apply_bits(model: nn.Module, bits: Mapping[str, Mapping[str, int | None]], f
         fmt: The format, as in :func:`select_bits`; ``None``: that which the component has in the layer's config.
 
     Raises:
-        ValueError: If there is no such quantized layer, or a component is in full precision and ``fmt`` is ``None``.
+        ValueError: If there is no such quantized layer, a component is in full precision and ``fmt`` is ``None``, or a
+            layer that keeps packed blocks would have more than one format.
 
     Example:
         >>> qgnn.metrics.apply_bits(model, {"conv1": {"weights": 4, "output_gradient": None}})
@@ -197,7 +204,14 @@ def apply_bits(model: nn.Module, bits: Mapping[str, Mapping[str, int | None]], f
                     f"'apply_bits' expects 'fmt' for '{component}' of '{name}', which is in full precision (got None)"
                 )
             formats[component] = None if family is None or width is None else _in_width("apply_bits", family, width)
-        configs[name] = replace(config, components=tuple(formats.items()))
+        mixed = replace(config, save="int8", components=formats)
+        if isinstance(config.save, Blocks) and not mixed.is_integer:
+            raise ValueError(
+                f"'apply_bits' expects one width of all operands for '{name}', which keeps packed blocks (got "
+                f"{mixed.name!r}); give it save='int8' first: 'layer.config = dataclasses.replace(layer.config, "
+                f'save="int8")\''
+            )
+        configs[name] = replace(mixed, save=config.save)
     for name, config in configs.items():
         layers[name].config = config
 
@@ -229,7 +243,7 @@ def _weights(layer: nn.Module) -> Iterator[tuple[Tensor, int]]:
 
 
 def _in_width(owner: str, fmt: Family, bits: int) -> Format:
-    made = fmt.with_bits(bits) if isinstance(fmt, Format) else fmt(bits)
+    made = fmt.with_bits(bits) if isinstance(fmt, Format) else fmt(bits) if callable(fmt) else fmt
     if not isinstance(made, Format):
         raise TypeError(f"'{owner}' expects 'fmt' to be a format, or to make one of a width (got {made!r})")
     return made

@@ -48,8 +48,7 @@ def tells_activations(config: QConfig | None) -> bool:
 
 
 def _as_hidden(config: QConfig) -> QConfig:
-    components = {**dict(config.components), "features": config.format_of("activations")}
-    return replace(config, components=tuple(components.items()))
+    return replace(config, components={**config.components, "features": config.format_of("activations")})
 
 
 _cached_as_hidden = lru_cache(maxsize=64)(_as_hidden)

@@ -8,7 +8,6 @@ with an argument, which tests do.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -41,7 +40,7 @@ def define(
         fake: Shapes and types of its results.
         signature: What its arguments must be, or an error says so: of real tensors and of fake ones.
     """
-    owner, parameters = f"qgnn::{name}", tuple(inspect.signature(fake).parameters)
+    owner = f"qgnn::{name}"
     signature = replace(signature, required=tuple(re.findall(r"\bTensor (\w+)", schema)))
     passed: dict[tuple[Hashable, ...], dict[str, Any]] = {}  # the sizes of arguments without fault
 
@@ -80,6 +79,7 @@ def define(
 
     _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     op = getattr(torch.ops.qgnn, name).default
+    parameters = tuple(argument.name for argument in op._schema.arguments)
     _LIBRARY.impl(name, on_cpu, "CPU")
     _LIBRARY.impl(name, on_cuda, "CUDA")
     _LIBRARY.impl(name, with_derivative, "Autograd")

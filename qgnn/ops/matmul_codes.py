@@ -4,6 +4,8 @@ in a format of its own. Integer codes carry no gradient, so these ops have none.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,15 +31,7 @@ def _matmul_codes(
     return backend.call("matmul", f"matmul.{pass_}", *operands, format_name=format_name)
 
 
-def _fake_matmul_codes(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    pass_: str,
-    format_name: str,
-) -> Tensor:
+def _fake_product(x: Tensor, x_scale: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
 
 
@@ -46,7 +40,7 @@ matmul_codes = define(
     _matmul_codes,
     "(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias, str pass_, str format_name) ->"
     " Tensor",
-    _fake_matmul_codes,
+    _fake_product,
     Signature(
         {"x": "N K", "x_scale": "N|1", "weight": "M K", "weight_scale": "M|1", "bias": "M"},
         choices={"pass_": PASSES},
@@ -98,26 +92,12 @@ def _matmul_shared(
     )
 
 
-def _fake_matmul_shared(
-    x: Tensor,
-    x_exponent: Tensor,
-    weight: Tensor,
-    weight_exponent: Tensor,
-    bias: Tensor | None,
-    block_size: int,
-    fraction_bits: int,
-    pass_: str,
-    format_name: str,
-) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
-
-
 matmul_shared = define(
     "matmul_shared",
     _matmul_shared,
     "(Tensor x, Tensor x_exponent, Tensor weight, Tensor weight_exponent, Tensor? bias, int block_size,"
     " int fraction_bits, str pass_, str format_name) -> Tensor",
-    _fake_matmul_shared,
+    _fake_product,
     Signature(
         {"x": "N K", "x_exponent": "N K/G", "weight": "M K", "weight_exponent": "M K/G", "bias": "M"},
         sizes={"block_size": "G"},

@@ -6,6 +6,7 @@ The numbers of a :class:`qgnn.rounding.Grid` are arguments of their own, in its 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,27 +51,16 @@ def _grid_of(owner: str, numbers: tuple[Any, ...]) -> Grid:
     return grid
 
 
-def _quantize_dequantize(backend: Backend, x: Tensor, seed: Tensor | None, stream: int, *numbers: Any) -> Tensor:
-    grid = _grid_of("quantize_dequantize", numbers)
-    options: dict[str, Any] = {"grid": grid, "seed": seed, "stream": stream, "format_name": grid.name}
-    return backend.call("quantize_dequantize", "quantize.dequantize", x, **options)
+def _call(owner: str, traced: str, backend: Backend, x: Tensor, seed: Tensor | None, stream: int, *numbers: Any) -> Any:
+    grid = _grid_of(owner, numbers)
+    return backend.call(owner, traced, x, grid=grid, seed=seed, stream=stream, format_name=grid.name)
 
 
-def _fake_quantize_dequantize(
-    x: Tensor,
-    seed: Tensor | None,
-    stream: int,
-    block_size: int,
-    round_up: bool,
-    max_exponent: int,
-    fraction_bits: int,
-    mantissa_bits: int,
-    min_exponent: int,
-    low: float,
-    high: float,
-    affine: bool,
-) -> Tensor:
-    numbers = (block_size, round_up, max_exponent, fraction_bits, mantissa_bits, min_exponent, low, high, affine)
+_quantize_dequantize = partial(_call, "quantize_dequantize", "quantize.dequantize")
+_quantize_shared = partial(_call, "quantize_shared", "quantize.shared")
+
+
+def _fake_quantize_dequantize(x: Tensor, seed: Tensor | None, stream: int, *numbers: Any) -> Tensor:
     _grid_of("quantize_dequantize", numbers)
     return x.new_empty(x.shape)
 
@@ -91,32 +81,10 @@ def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 register_autograd(quantize_dequantize, _straight_through)
 
 
-def _quantize_shared(
-    backend: Backend, x: Tensor, seed: Tensor | None, stream: int, *numbers: Any
-) -> tuple[Tensor, Tensor]:
-    grid = _grid_of("quantize_shared", numbers)
-    options: dict[str, Any] = {"grid": grid, "seed": seed, "stream": stream, "format_name": grid.name}
-    return backend.call("quantize_shared", "quantize.shared", x, **options)
-
-
-def _fake_quantize_shared(
-    x: Tensor,
-    seed: Tensor | None,
-    stream: int,
-    block_size: int,
-    round_up: bool,
-    max_exponent: int,
-    fraction_bits: int,
-    mantissa_bits: int,
-    min_exponent: int,
-    low: float,
-    high: float,
-    affine: bool,
-) -> tuple[Tensor, Tensor]:
-    numbers = (block_size, round_up, max_exponent, fraction_bits, mantissa_bits, min_exponent, low, high, affine)
-    _grid_of("quantize_shared", numbers)
+def _fake_quantize_shared(x: Tensor, seed: Tensor | None, stream: int, *numbers: Any) -> tuple[Tensor, Tensor]:
+    size = _grid_of("quantize_shared", numbers).block_size
     num_rows, width = x.shape
-    num_blocks = (width + block_size - 1) // block_size if block_size else 1
+    num_blocks = (width + size - 1) // size if size else 1
     return fake_codes(x, num_rows, width), x.new_empty((num_rows, num_blocks), dtype=torch.uint8)
 
 

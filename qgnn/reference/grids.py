@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,23 @@ from qgnn.rng import random_bits16
 from qgnn.rounding import EXPONENT_BIAS, FLUSH, NAN_EXPONENT, Grid, scale_by_power_
 
 
-def to_blocks(x: Tensor, size: int) -> Tensor:
+def blocks_of_rows(
+    x: Tensor, grid: Grid, seed: Tensor | None, dtype: torch.dtype
+) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """The rows [R, C] of a matrix by parts: which these are, a copy of them in blocks [R, B, G], and random bits."""
+    num_rows, width = x.shape
+    size = min(grid.block_size or width, width)
+    for rows in row_chunks(num_rows, width) if width else ():
+        yield rows, _to_blocks(x[rows].to(dtype), size), _bits_of_rows(rows, width, size, seed)
+
+
+def _bits_of_rows(rows: slice, width: int, size: int, seed: Tensor | None) -> Tensor | None:
+    if seed is None:
+        return None
+    return _to_blocks(random_bits16(rows.start, rows.stop - rows.start, width, seed), size)
+
+
+def _to_blocks(x: Tensor, size: int) -> Tensor:
     """[R, C] -> [R, B, size]; the last column is repeated, which changes no extremum."""
     missing = -x.shape[1] % size
     return torch.cat([x, x[:, -1:].expand(-1, missing)], 1).unflatten(1, (-1, size))
@@ -48,11 +66,6 @@ def elements_(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Tensor
     return round_elements_(t, grid, bits16), shared, poisoned
 
 
-def stored_exponent(shared: Tensor, poisoned: Tensor) -> Tensor:
-    """Shared exponents as a byte each."""
-    return (shared + EXPONENT_BIAS).masked_fill_(poisoned, NAN_EXPONENT).to(torch.uint8)
-
-
 def round_elements_(t: Tensor, grid: Grid, bits16: Tensor | None) -> Tensor:
     """The elements of a grid with a shared power of two that values in units of their block become."""
     kind, mantissa, bias = (torch.int64, 52, 1023) if t.dtype == torch.float64 else (torch.int32, 23, 127)
@@ -76,11 +89,9 @@ def affine_codes_(blocks: Tensor, grid: Grid, bits16: Tensor | None) -> tuple[Te
     return codes, (width / levels).masked_fill(poisoned, float("nan")), low
 
 
-def bits_of_rows(rows: slice, width: int, size: int, seed: Tensor | None) -> Tensor | None:
-    """The random bits of so many rows in blocks."""
-    if seed is None:
-        return None
-    return to_blocks(random_bits16(rows.start, rows.stop - rows.start, width, seed), size)
+def stored_exponent(shared: Tensor, poisoned: Tensor) -> Tensor:
+    """Shared exponents [R, B, 1] as bytes [R, B]."""
+    return (shared + EXPONENT_BIAS).masked_fill_(poisoned, NAN_EXPONENT).squeeze(2).to(torch.uint8)
 
 
 def quantize_dequantize(x: Tensor, grid: Grid, *, seed: Tensor | None = None, stream: int = 0) -> Tensor:
@@ -96,18 +107,15 @@ def quantize_dequantize(x: Tensor, grid: Grid, *, seed: Tensor | None = None, st
         - **input:** ``[R, C]``, float
         - **output:** ``[R, C]`` of the same type
     """
-    num_rows, width = x.shape
-    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    size, seed = min(grid.block_size or width, width), stream_seed(seed, stream)
-    for rows in row_chunks(num_rows, width) if width else ():
-        blocks, bits16 = to_blocks(x[rows].to(compute_dtype(x)), size), bits_of_rows(rows, width, size, seed)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for rows, blocks, bits16 in blocks_of_rows(x, grid, stream_seed(seed, stream), compute_dtype(x)):
         if grid.affine:
             codes, step, low = affine_codes_(blocks, grid, bits16)
             values = codes.mul_(step).add_(low)
         else:
             values_in_units, shared, poisoned = elements_(blocks, grid, bits16)
             values = scale_by_power_(values_in_units, shared - grid.fraction_bits).masked_fill_(poisoned, float("nan"))
-        out[rows] = from_blocks(values, width).to(x.dtype)
+        out[rows] = from_blocks(values, x.shape[1]).to(x.dtype)
     return out
 
 
@@ -130,10 +138,8 @@ def quantize_shared(x: Tensor, grid: Grid, *, seed: Tensor | None = None, stream
     num_blocks = -(-width // grid.block_size) if grid.block_size else 1
     codes = torch.empty((num_rows, width), dtype=torch.int8, device=x.device)
     exponent = torch.zeros((num_rows, num_blocks), dtype=torch.uint8, device=x.device)
-    size, seed = min(grid.block_size or width, width), stream_seed(seed, stream)
-    for rows in row_chunks(num_rows, width) if width else ():
-        blocks, bits16 = to_blocks(x[rows].to(compute_dtype(x)), size), bits_of_rows(rows, width, size, seed)
+    for rows, blocks, bits16 in blocks_of_rows(x, grid, stream_seed(seed, stream), compute_dtype(x)):
         values_in_units, shared, poisoned = elements_(blocks, grid, bits16)
         codes[rows] = from_blocks(values_in_units, width).to(torch.int8)
-        exponent[rows] = stored_exponent(shared, poisoned).squeeze(2)
+        exponent[rows] = stored_exponent(shared, poisoned)
     return codes, exponent

@@ -38,7 +38,7 @@ def error_of(code: int, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--precision", "int9"], "number format (got 'int9'): 'Int' expects 'bits' from 2 to 8 (got 9)"),
+        (["--precision", "int9"], "number format (got 'int9'): 'parse' expects int2 to int8"),
         (["--precision", "fp32,"], "--precision: expected fp32, bf16 or a number format (got '')"),
         (["--precision", "fp64"], "expected fp32, bf16 or a number format (got 'fp64'): 'parse' expects the name of a"),
         (["--precision", "int8:weight"], "'QConfig' expects 'components' among ('features', 'weights', "),
@@ -59,20 +59,28 @@ def error_of(code: int, capsys: pytest.CaptureFixture[str]) -> str:
         (["--compress", "int2-vm-rp8"], "--compress: 'Blocks' expects a name such as 'int2', 'int4-vm' or 'int2-rp8"),
         (["--compress", "int3"], "--compress: 'Blocks' expects 'bits' to be one of (1, 2, 4, 8) (got 3)"),
         (["--compress", "int2,int8-vm"], "--compress: 'Blocks' expects bins='uniform' for 8-bit codes"),
-        (["--epochs", "0"], "--epochs: expected a whole number of at least 1 (got '0')"),
-        (["--seeds", "0"], "--seeds: expected a whole number of at least 1 (got '0')"),
-        (["--layers", "0"], "--layers: expected a whole number of at least 1 (got '0')"),
+        (["--epochs", "0"], "--epochs: expected a whole number of at least 1 (got 0)"),
+        (["--seeds", "0"], "--seeds: expected a whole number of at least 1 (got 0)"),
+        (["--layers", "0"], "--layers: expected a whole number of at least 1 (got 0)"),
         (["--hidden", "x"], "--hidden: expected a whole number of at least 1 (got 'x')"),
-        (["--dropout", "1"], "--dropout: expected a number in [0, 1) (got '1')"),
-        (["--lr", "0"], "--lr: expected a number in (0, 100] (got '0')"),
-        (["--lr", "nan"], "--lr: expected a number in (0, 100] (got 'nan')"),
-        (["--weight-decay", "-1"], "--weight-decay: expected a number in [0, 100] (got '-1')"),
+        (["--dropout", "1"], "--dropout: expected a number in [0, 1) (got 1.0)"),
+        (["--lr", "0"], "--lr: expected a number in (0, 100] (got 0.0)"),
+        (["--lr", "nan"], "--lr: expected a number in (0, 100] (got nan)"),
+        (["--weight-decay", "-1"], "--weight-decay: expected a number in [0, 100] (got -1.0)"),
         (["--model", "mlp"], "--model: invalid choice: 'mlp'"),
         (["--device", "tpu"], "--device: invalid choice: 'tpu'"),
         (["--no-such-option"], "unrecognized arguments: --no-such-option"),
-        (["--layers", "1", "--precision", "int8"], "--precision int8 expects at least 2 layers (got --layers 1)"),
-        (["--model", "gcn2", "--layers", "2"], "--model gcn2 expects at least 3 layers (got 2)"),
-        (["--model", "gcn2", "--layers", "2", "--precision", "fp32"], "give --layers 3 or more"),
+        (["--layers", "1", "--precision", "int8"], "int8 expects at least 2 layers (got 1), since the last"),
+        (["--model", "gcn2", "--layers", "2", "--precision", "fp32"], "gcn2 expects at least 3 layers (got 2)"),
+        (
+            ["--precision", "int8:sdq[2,3,4,5,6]"],
+            "expects at least 5 epochs, one a width (got 4); change --model, --pre",
+        ),
+        (
+            ["--precision", "int8:attention"],
+            "expects a component that the model has: of gcn with 2 layers, these are fe",
+        ),
+        (["--seed", "18446744073709551616"], "--seed: expected a whole number from 0 to 18446744073709551615 (got 184"),
     ],
 )
 def test_a_bad_argument_is_one_line(
@@ -86,7 +94,7 @@ def test_heads_divide_the_width_before_data_are_loaded(
 ) -> None:
     monkeypatch.setattr(train_module, "load", lambda *_: pytest.fail("loaded"))
     message = error_of(main(["train", "--model", "gat", "--hidden", "10"]), capsys)
-    assert "--model gat expects a multiple of 4, its number of heads (got --hidden 10); give --hidden 12" in message
+    assert "the model gat expects a hidden width that is a multiple of 4, its number of heads (got 10)" in message
 
 
 def test_a_missing_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

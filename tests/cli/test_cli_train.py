@@ -30,7 +30,11 @@ CPU = torch.device("cpu")
 PROVENANCE_KEYS = {"command", "utc", "machine", "commit", "dirty", "versions"}
 MIB_KEYS = {"saved_mib", "original_mib", "features_mib", "peak_mib"}
 SCHEDULE_KEYS = {"mean_bits", "widths"}
-RUN_KEYS = {"precision", "compress", "seed", "test_acc", "final_loss", "epoch_ms", "ops"} | SCHEDULE_KEYS | MIB_KEYS
+RUN_KEYS = (
+    {"precision", "compress", "seed", "test_acc", "final_loss", "best_epoch", "epoch_ms", "ops"}
+    | SCHEDULE_KEYS
+    | MIB_KEYS
+)
 
 
 @pytest.fixture
@@ -224,7 +228,7 @@ def test_precisions_choose_the_layers() -> None:
 
 def test_recipes_follow_the_data_set_and_the_options(tiny: Data) -> None:
     def recipe(*arguments: str) -> Recipe:
-        return recipe_for(build_parser().parse_args(["train", *arguments]), tiny)
+        return recipe_for(build_parser().parse_args(["train", *arguments]), tiny.num_edges)
 
     assert recipe() == WORDNET
     assert recipe("--dataset", "Cora") == PLANETOID

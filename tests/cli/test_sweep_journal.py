@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from qgnn.cli.errors import UsageError
-from qgnn.cli.sweep.journal import DONE, FAILED, RUN, START, Journal
-from qgnn.cli.sweep.runner import missing
+from qgnn.cli.sweep.journal import DONE, FAILED, RUN, START, Journal, recorded_in
+from qgnn.cli.sweep.runner import check_device, missing
 from sweep_fakes import HEADER, runs_of
 
 
@@ -124,7 +124,7 @@ def test_a_folder_that_does_not_exist_is_one_line(tmp_path: Path) -> None:
 
 def left(path: Path, number: int, **options: Any) -> list[int]:
     with Journal(path) as journal:
-        return [run.seed for run in missing(runs_of(number), journal, "cpu", **{"retry_failed": False, **options})]
+        return [run.seed for run in missing(runs_of(number), journal.runs, **{"retry_failed": False, **options})]
 
 
 def test_what_is_missing_is_what_was_not_recorded(tmp_path: Path) -> None:
@@ -142,12 +142,32 @@ def test_failed_runs_are_missing_only_on_request(tmp_path: Path) -> None:
     assert left(tmp_path / "j", 3, retry_failed=True) == [2], "the last line of a run counts"
 
 
-def test_a_journal_of_another_sweep_is_refused(tmp_path: Path) -> None:
+def test_a_changed_sweep_goes_on_with_what_it_still_names(tmp_path: Path) -> None:
+    """Two of three recorded runs are gone from it, three others new."""
     write(tmp_path / "j", 3)
     with Journal(tmp_path / "j") as journal:
-        with pytest.raises(
-            UsageError, match="2 of its 3 runs are not in the specification, and 3 of the specification"
-        ):
-            missing(runs_of(6)[2:], journal, "cpu", retry_failed=False)
+        assert missing(runs_of(6)[2:], journal.runs, retry_failed=False) == runs_of(6)[3:]
+
+
+def test_a_journal_of_another_device_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "j", 3)
+    with Journal(tmp_path / "j") as journal:
+        check_device(journal, "cpu")
         with pytest.raises(UsageError, match=r"holds runs on cpu \(got cuda\)"):
-            missing(runs_of(3), journal, "cuda", retry_failed=False)
+            check_device(journal, "cuda")
+
+
+def test_a_journal_can_be_read_while_it_is_written(tmp_path: Path) -> None:
+    """Also in the midst of a line, which is left to be ended."""
+    path = tmp_path / "j"
+    assert recorded_in(path) == {}
+    assert not path.exists()
+    write(path, 2)
+    with Journal(path), path.open("ab") as file:
+        file.write(b'{"kind": "run", "key"')
+        file.flush()
+        content = path.read_bytes()
+        assert list(recorded_in(path)) == [run.key for run in runs_of(2)]
+        assert path.read_bytes() == content
+    with pytest.raises(UsageError, match=r"could not be read \(Is a directory\)"):
+        recorded_in(tmp_path)

@@ -2,10 +2,13 @@
 
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +18,9 @@ from qgnn.cli.errors import UsageError
 from qgnn.cli.sweep import pool
 from qgnn.cli.sweep.journal import DONE, FAILED, RUN, START, Journal
 from qgnn.cli.sweep.pool import run_all
-from qgnn.cli.sweep.runner import carry_out, missing
-from qgnn.cli.sweep.table import rows_of, write_table
-from sweep_fakes import HEADER, PIDS, STARTED, fake, runs_of, threads, troubled, wait_for, whose
+from qgnn.cli.sweep.runner import carry_out, ended_by_sigterm, missing
+from qgnn.cli.sweep.table import write_table
+from sweep_fakes import HEADER, PIDS, STARTED, TRIES, fake, runs_of, threads, troubled, wait_for, whose
 
 # Python 3.12 and newer, in a process with threads; what is forked here computes nothing.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -64,9 +67,9 @@ def test_ten_kills_and_resumes_give_the_table_of_an_undisturbed_sweep(drill: Dri
     runs, path = runs_of(drill.number), drill.path / "kills.jsonl"
     assert drill.codes["kills"] == [-signal.SIGKILL] * 10 + [0], "every kill met a sweep that was not done"
     whole = {run.key: {"status": DONE, "result": fake(run), "commit": None, "dirty": None} for run in runs}
-    write_table(drill.path / "whole.csv", rows_of(runs, whole))
+    write_table(drill.path / "whole.csv", runs, whole)
     with Journal(path) as journal:
-        write_table(drill.path / "kills.csv", rows_of(runs, journal.runs))
+        write_table(drill.path / "kills.csv", runs, journal.runs)
     assert (drill.path / "kills.csv").read_text() == (drill.path / "whole.csv").read_text()
 
     assert sorted(line["key"] for line in lines_of(path)) == sorted(run.key for run in runs), "each is recorded once"
@@ -82,13 +85,17 @@ def test_processes_end_with_a_parent_that_is_killed(drill: Drill) -> None:
     wait_for(lambda: all(is_gone(int(pid)) for pid in pids))
 
 
-def test_a_run_that_fails_takes_no_other_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_fails_takes_no_other_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that dies is tried once more, and no oftener."""
     runs = runs_of(12)
+    monkeypatch.setenv(TRIES, str(tmp_path / "tries"))
     with Journal(tmp_path / "j") as journal:
         journal.append(START, **HEADER)
         carry_out(runs, journal, troubled, 2, "fork")
-        assert missing(runs, journal, "cpu", retry_failed=False) == []
-        assert [run.seed for run in missing(runs, journal, "cpu", retry_failed=True)] == [1, 3, 5, 7]
+        assert missing(runs, journal.runs, retry_failed=False) == []
+        assert [run.seed for run in missing(runs, journal.runs, retry_failed=True)] == [1, 3, 5, 7]
         lines = {run.seed: journal.runs[run.key] for run in runs}
     assert [seed for seed, line in lines.items() if line["status"] == FAILED] == [1, 3, 5, 7]
     assert lines[1]["error"] == "its process ended with SIGKILL; was memory short? fewer --processes need less"
@@ -96,7 +103,12 @@ def test_a_run_that_fails_takes_no_other_with_it(tmp_path: Path, capsys: pytest.
     assert lines[5]["error"] == "ValueError: no such format"
     assert "sweep_fakes.py" in lines[5]["trace"]
     assert lines[7]["error"].startswith("TypeError: Object of type object is not JSON serializable")
+    assert len(lines_of(tmp_path / "j")) == 12
+    tries = Counter(map(int, (tmp_path / "tries").read_text().split()))
+    assert tries == {seed: 2 if seed in (1, 2, 3) else 1 for seed in range(12)}
     err = capsys.readouterr().err
+    assert err.count("again: gcn on ") == 3
+    assert "again: gcn on a, int8, all, nearest, seed 2: its process ended with SIGKILL" in err
     assert "failed: gcn on b, int8, all, nearest, seed 5: ValueError: no such format" in err
     assert "12/12 runs, 4 failed, " in err
     assert "runs per minute" in err
@@ -133,11 +145,49 @@ def test_a_signal_to_all_processes_ends_the_sweep_with_the_journal_whole(drill: 
     assert drill.err.count("all runs that ended are recorded; the same command goes on from there") == 2
     assert "Traceback" not in drill.err
     with Journal(path) as journal:
-        assert len(missing(runs_of(4), journal, "cpu", retry_failed=False)) == 2
+        assert len(missing(runs_of(4), journal.runs, retry_failed=False)) == 2
 
 
-def test_new_processes_run_with_one_thread() -> None:
-    """As the command starts them."""
+def at_start(monkeypatch: pytest.MonkeyPatch, strike: Callable[[int], Any]) -> None:
+    """``strike``, called with the number of each new process before anything else is done with it."""
+
+    class Struck(pool._Worker):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            strike(self._process.pid)
+
+    monkeypatch.setattr(pool, "_Worker", Struck)
+
+
+@pytest.mark.parametrize(("number", "stop"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_while_processes_start_ends_the_sweep(
+    monkeypatch: pytest.MonkeyPatch, number: int, stop: type[BaseException]
+) -> None:
+    """With the one that was started, behind which there is no second one."""
+    pids: list[int] = []
+
+    def strike(pid: int) -> None:
+        pids.append(pid)
+        os.kill(os.getpid(), number)
+
+    at_start(monkeypatch, strike)
+    before = signal.getsignal(signal.SIGINT), signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    with ended_by_sigterm(), pytest.raises(stop):
+        next(run_all(runs_of(9), fake, 2, "fork"))
+    assert len(pids) == 1
+    assert multiprocessing.active_children() == []
+    assert is_gone(pids[0])
+    assert (signal.getsignal(signal.SIGINT), signal.pthread_sigmask(signal.SIG_BLOCK, [])) == before
+
+
+def test_new_processes_run_with_one_thread_and_hear_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the command starts them. From their first moment on it is this process that ends them."""
+
+    def strike(pid: int) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+
+    at_start(monkeypatch, strike)
     (outcome,) = run_all(runs_of(1), threads, 2)
     assert outcome.result == {"threads": 1, "is_main": False}
 

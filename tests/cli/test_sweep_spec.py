@@ -71,7 +71,10 @@ def test_grids_override_the_sweep_and_common_runs_are_run_once(read: Any) -> Non
     assert [run.seed for run in spec.runs[:2]] == [3, 1]
 
 
-@pytest.mark.parametrize(("name", "number"), [("formats", 2 * 5 * (1 + 10 * 7)), ("schedules", 2 * 5 * (7 + 3 * 3))])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("formats", 2 * 5 * (1 + 10 * 7)), ("schedules", 2 * 5 * (7 + 3 * 3)), ("eight_bits", 7 * (3 * 10 + 2 * 30))],
+)
 def test_examples_are_sweeps(name: str, number: int) -> None:
     spec = read_spec(EXAMPLES / f"{name}.toml")
     assert spec.name == name
@@ -84,15 +87,33 @@ def test_a_key_is_the_hash_of_the_canonical_json() -> None:
     run = RunSpec("cora", "gcn", "msfp12", "weights", "adq[2,8]", "stochastic", 3, (("epochs", 100), ("lr", 0.01)))
     assert run.canonical == (
         '{"component":"weights","dataset":"cora","format":"msfp12","model":"gcn","recipe":{"epochs":100,"lr":0.01},'
-        '"rounding":"stochastic","schedule":"adq[2,8]","seed":3,"version":1}'
+        '"rounding":"stochastic","schedule":"adq[2,8]","seed":3,"version":2}'
     )
-    assert run.key == "4b0471200bf41c09903f85fe6ae5c00a04cd311d3d426d01bb86386b05df026c"
+    assert run.key == "9f300617efc36be7ea69bb5ca1ef1854220a4331134ab6b4057dc34edc31f598"
     assert str(run) == "gcn on cora, msfp12, weights, adq[2,8], stochastic, epochs 100, lr 0.01, seed 3"
-    assert json.loads(run.canonical) == {"version": 1, **run.fields}
+    assert json.loads(run.canonical) == {"version": 2, **run.fields}
+
+
+def test_the_width_of_a_format_with_a_schedule_is_that_of_the_schedule(read: Any) -> None:
+    spec = read(
+        "sweep = {datasets='cora', formats=['int8', 'int2', 'msfp11', 'bf16'], schedules=['sdq[4, 6]', 'none']}"
+    )
+    names = [(run.format, run.component, run.schedule) for run in spec.runs]
+    assert names == [
+        ("int6", "all", "sdq[4,6]"),
+        ("int8", "all", "none"),
+        ("int2", "all", "none"),
+        ("msfp14", "all", "sdq[4,6]"),
+        ("msfp11", "all", "none"),
+        ("bf16", "none", "none"),
+    ]
 
 
 def test_spellings_of_a_run_have_one_key(read: Any) -> None:
-    one = read('sweep = {datasets = ["CORA"], formats = ["int08"], schedules = ["sdq[2, 4]"], lr = 1, epochs = 5}')
+    one = read(
+        'sweep = {datasets = ["CORA"], models = ["GCN"], formats = ["INT04"], schedules = ["SDQ[2, 4]"]}\n'
+        "[[grid]]\nlr = 1\nepochs = 5"
+    )
     two = read('[sweep]\nepochs = 5\nlr = 1.0\ndatasets = "cora"\nformats = "int8"\nschedules = "sdq[2,4]"\n[[grid]]\n')
     assert [run.key for run in one.runs] == [run.key for run in two.runs]
     assert one.digest == two.digest
@@ -121,15 +142,15 @@ def test_spellings_of_a_run_have_one_key(read: Any) -> None:
         ("[sweep]\nmodels = []", "[sweep], models: expected at least one value (got none)"),
         (
             "[sweep]\ndatasets='cora'\n[[grid]]\nformats='int8'\n[[grid]]\nformats='mxfp5'",
-            "[[grid]] 2, formats: 'parse' expects",
+            "[[grid]] 2, formats: expected fp32, bf16 or a number format (got 'mxfp5'): 'parse' expects",
         ),
         ("[sweep]\nformats = ['mxfp5']", "did you mean 'mxfp4'?"),
-        ("[sweep]\nformats = ['int9']", "'Int' expects 'bits' from 2 to 8 (got 9)"),
+        ("[sweep]\nformats = ['int9']", "'parse' expects int2 to int8 (also with -affine) (got 'int9')"),
         ("[sweep]\ncomponents = ['weight']", "(got 'weight'); did you mean 'weights'?"),
         ("[sweep]\nschedules = ['adq[8,2]']", "[sweep], schedules: expected a schedule such as sdq[2,4,6,8]"),
         ("[sweep]\nrounding = ['up']", "[sweep], rounding: expected one of stochastic, nearest (got 'up')"),
         ("[sweep]\nseeds = 0", "[sweep], seeds: expected a whole number of at least 1 (got 0)"),
-        ("[sweep]\nseeds = [0, -1]", "[sweep], seeds: expected a whole number of at least 0 (got -1)"),
+        ("[sweep]\nseeds = [0, -1]", "[sweep], seeds: expected a whole number from 0 to 18446744073709551615 (got -1)"),
         ("[sweep]\nepochs = true", "[sweep], epochs: expected a whole number of at least 1 (got True)"),
         ("[sweep]\nlr = 0", "[sweep], lr: expected a number in (0, 100] (got 0)"),
         ("[sweep]\ndropout = nan", "[sweep], dropout: expected a number in [0, 1) (got nan)"),
@@ -151,11 +172,30 @@ def test_an_error_says_where_and_what_was_expected(read: Any, text: str, expecte
         ("formats='int8'\nschedules='sdq[4,9]'", "int8 with the schedule sdq[4,9]: 'Int' expects 'bits' from 2 to 8"),
         (
             "formats='int8'\nmodels='gat'\nhidden=10",
-            "gat expects hidden to be a multiple of 4, its number of heads (got",
+            "gat expects a hidden width that is a multiple of 4, its number of heads (got",
         ),
-        ("formats='int8'\nmodels='gcn2'\nlayers=2", "gcn2 expects layers of at least 3, since the first and the last"),
-        ("formats='int8'\nlayers=1", "expected layers of at least 2"),
-        ("formats='int8'\nmodels='gcn2'\ndatasets='mutag'", "mutag expects one of the models gcn, sage, gat, gin (got"),
+        (
+            "formats='int8'\nmodels='gcn2'\nlayers=2",
+            "gcn2 expects at least 3 layers (got 2), since the first and the last",
+        ),
+        ("formats='int8'\nlayers=1", "int8 expects at least 2 layers (got 1)"),
+        (
+            "formats='int8'\ncomponents=['attention']",
+            "a component that the model has: of gcn with 2 layers, these are fe",
+        ),
+        (
+            "formats='int8'\ncomponents='activations'",
+            "of gcn with 2 layers, these are features, weights, messages, out",
+        ),
+        ("formats='int8'\nschedules='sdq[2,4,6]'\nepochs=2", "expects at least 3 epochs, one a width (got 2)"),
+        (
+            "formats='int8'\nseeds=[18446744073709551616]",
+            "seeds: expected a whole number from 0 to 18446744073709551615",
+        ),
+        (
+            "formats='int8'\nmodels='gcn2'\ndatasets='mutag'",
+            "gcn2 expects a data set with classes of nodes (got one with classes of graphs)",
+        ),
     ],
 )
 def test_parts_that_do_not_go_together_are_found(read: Any, settings: str, expected: str) -> None:

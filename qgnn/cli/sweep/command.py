@@ -19,15 +19,16 @@ from qgnn.cli.errors import UsageError
 from qgnn.cli.plot import check_plot
 from qgnn.cli.provenance import commit, cpu_name, now, versions
 from qgnn.cli.sweep.execute import execute, read
-from qgnn.cli.sweep.journal import DONE, FAILED, START, Journal
+from qgnn.cli.sweep.journal import DONE, FAILED, START, Journal, recorded_in
 from qgnn.cli.sweep.plots import write_plot
 from qgnn.cli.sweep.run_spec import BASELINE, RunSpec
-from qgnn.cli.sweep.runner import carry_out, missing
+from qgnn.cli.sweep.runner import carry_out, check_device, missing
 from qgnn.cli.sweep.spec import Spec, read_spec
-from qgnn.cli.sweep.table import check_table, panels, rows_of, summary, write_table
+from qgnn.cli.sweep.table import check_table, panels, summary, write_table
 from qgnn.cli.train import check_writable, pick_device
 
 JOURNAL, TABLE = "journal.jsonl", "results.csv"
+SHOWN_FAILURES = 10
 
 
 def sweep(options: argparse.Namespace) -> int:
@@ -43,18 +44,23 @@ def sweep(options: argparse.Namespace) -> int:
         UsageError: If anything that the user gave cannot work; before the first run where that can be known.
     """
     spec = read_spec(Path(options.spec))
+    folder = Path(options.results or Path("sweeps") / spec.name)
+    table = Path(options.table or folder / TABLE)
+    check_formats(spec, table, options.plot)
     if options.dry_run:
-        Console().print(plan(spec))
+        recorded = recorded_in(folder / JOURNAL)
+        Console().print(plan(spec, recorded, options.retry_failed))
+        tell_of_others(spec.runs, recorded, folder / JOURNAL)
         return 0
     device = pick_device(spec.device)
     root = options.root or spec.root
     processes = options.processes or spec.processes or (1 if device.type == "cuda" else len(os.sched_getaffinity(0)))
-    folder = Path(options.results or Path("sweeps") / spec.name)
-    table = Path(options.table or folder / TABLE)
     make_folder(folder)
-    check_outputs(spec, table, options.plot)
+    check_outputs(table, options.plot)
     with Journal(folder / JOURNAL) as journal:
-        remaining = missing(spec.runs, journal, device.type, options.retry_failed)[: options.limit]
+        check_device(journal, device.type)
+        tell_of_others(spec.runs, journal.runs, journal.path)
+        remaining = missing(spec.runs, journal.runs, options.retry_failed)[: options.limit]
         for dataset in dict.fromkeys(run.dataset for run in remaining):
             read(dataset, root)  # before the first run, and in one process, since it may have to be downloaded
         read.cache_clear()
@@ -62,26 +68,35 @@ def sweep(options: argparse.Namespace) -> int:
             journal.append(START, **header(spec, options.command_line, device, processes))
             carry_out(remaining, journal, partial(execute, root=root, device=device.type), processes)
         recorded = journal.runs
-    write_table(table, rows_of(spec.runs, recorded))
+    write_table(table, spec.runs, recorded)
     shown = panels(spec.runs, recorded)
     for panel in shown:
         Console().print(summary(panel))
-    if options.plot is not None:
-        write_plot(Path(options.plot), shown)
-    return tell(spec.runs, recorded, table)
+    code = tell(spec.runs, recorded, table)
+    if options.plot is not None and not write_plot(Path(options.plot), shown):
+        print(
+            f"no plot: it shows what {BASELINE} and another format have of the same seeds, so far none", file=sys.stderr
+        )
+    return code
 
 
-def plan(spec: Spec) -> Table:
-    """How many runs each grid has, and how many of them none above it has."""
+def plan(spec: Spec, recorded: dict[str, Any], retry_failed: bool) -> Table:
+    """How many runs each grid has that none above it has, how many of these are recorded, and how many are left."""
     table = Table("grid", title=escape(spec.name), title_justify="left")
-    for heading in ("runs", "new"):
+    for heading in ("runs", "new", DONE, FAILED, "left"):
         table.add_column(heading, justify="right")
+
+    def add(name: str, total: int, runs: Sequence[RunSpec]) -> None:
+        states = states_of(runs, recorded)
+        left = len(missing(runs, recorded, retry_failed))
+        table.add_row(name, *map(str, (total, len(runs), states.count(DONE), states.count(FAILED), left)))
+
     seen: set[RunSpec] = set()
     for grid in spec.grids:
-        table.add_row(escape(grid.name), str(len(grid.runs)), str(len(set(grid.runs) - seen)))
+        add(escape(grid.name), len(grid.runs), [run for run in grid.runs if run not in seen])
         seen |= set(grid.runs)
     table.add_section()
-    table.add_row("all", str(sum(len(grid.runs) for grid in spec.grids)), str(len(seen)))
+    add("all", sum(len(grid.runs) for grid in spec.grids), spec.runs)
     return table
 
 
@@ -93,15 +108,20 @@ def make_folder(folder: Path) -> None:
         raise UsageError(f"--results expects a folder (got {str(folder)!r}: {error.strerror})") from error
 
 
-def check_outputs(spec: Spec, table: Path, plot: str | None) -> None:
-    """Raise unless what is written at the end can be written."""
+def check_formats(spec: Spec, table: Path, plot: str | None) -> None:
+    """Raise unless the files that are written at the end have formats that can be written, of what the sweep has."""
     check_table(table)
-    check_writable("--table", table)
     if plot is not None:
-        check_writable("--plot", Path(plot))
         check_plot(Path(plot))
         if not {BASELINE} < {run.format for run in spec.runs}:
             raise UsageError(f"--plot expects {BASELINE} and another one among the formats, to draw the difference")
+
+
+def check_outputs(table: Path, plot: str | None) -> None:
+    """Raise unless the files that are written at the end can be written."""
+    check_writable("--table", table)
+    if plot is not None:
+        check_writable("--plot", Path(plot))
 
 
 def header(spec: Spec, command: str, device: torch.device, processes: int) -> dict[str, Any]:
@@ -121,12 +141,32 @@ def header(spec: Spec, command: str, device: torch.device, processes: int) -> di
     }
 
 
+def states_of(runs: Sequence[RunSpec], recorded: dict[str, Any]) -> list[str | None]:
+    """How each run ended, ``None`` if it did not."""
+    return [recorded[run.key]["status"] if run.key in recorded else None for run in runs]
+
+
+def tell_of_others(runs: Sequence[RunSpec], recorded: dict[str, Any], journal: Path) -> None:
+    """Say how many recorded runs are none of these: a changed file goes on with what it still names."""
+    others = len(recorded.keys() - {run.key for run in runs})
+    if others:
+        print(
+            f"{others} of the {len(recorded)} runs in {journal} are not in the specification, or come from a qgnn that "
+            "trains otherwise: they stay there, and out of the table",
+            file=sys.stderr,
+        )
+
+
 def tell(runs: Sequence[RunSpec], recorded: dict[str, Any], table: Path) -> int:
-    """Say what is there and what is missing; returns the exit code."""
-    states = [recorded[run.key]["status"] if run.key in recorded else None for run in runs]
-    failed, left = states.count(FAILED), states.count(None)
-    text = f"{states.count(DONE)} of {len(runs)} runs in {table}"
-    text += f"; {failed} failed, see its column 'error': --retry-failed runs them again" * bool(failed)
-    text += f"; {left} left: the same command without --limit runs them" * bool(left)
+    """Say what is there, what failed and why, and what is missing; returns the exit code."""
+    states = states_of(runs, recorded)
+    failures = [run for run, state in zip(runs, states, strict=True) if state == FAILED]
+    for run in failures[:SHOWN_FAILURES]:
+        print(f"failed: {run}: {recorded[run.key]['error']}", file=sys.stderr)
+    if len(failures) > SHOWN_FAILURES:
+        print(f"failed: {len(failures) - SHOWN_FAILURES} more, in the column 'error' of the table", file=sys.stderr)
+    text = f"{states.count(DONE)} of {len(runs)} runs done, in {table}"
+    text += f"; {len(failures)} failed: the same command with --retry-failed runs them again" * bool(failures)
+    text += f"; {states.count(None)} left: the same command without --limit runs them" * bool(states.count(None))
     print(text, file=sys.stderr)
-    return 1 if failed else 0
+    return 1 if failures else 0

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from qgnn.cli.recipe import GIVEN, recipe_for
-from qgnn.cli.run import train_run
-from qgnn.cli.scheme import Scheme
-from qgnn.cli.sweep.run_spec import BASELINE, NONE, RunSpec
+from qgnn.cli.recipe import GIVEN, num_edges_of, recipe_for
+from qgnn.cli.run import paired_run
+from qgnn.cli.sweep.run_spec import NONE, RunSpec, scheme_of
 from qgnn.cli.task import Task, make_task
 from qgnn.cli.train import load_data
 
@@ -31,29 +29,14 @@ def execute(run: RunSpec, root: str | None, device: str) -> dict[str, Any]:
     settings = argparse.Namespace(dataset=run.dataset, model=run.model, root=root, **dict.fromkeys(GIVEN))
     vars(settings).update(run.recipe)
     data = read(run.dataset, root)
-    recipe = recipe_for(settings, data)
-    result = train_run(
-        task_of(run.dataset, root, device, recipe.normalize),
-        recipe,
-        scheme_of(run),
-        run.seed,
-        torch.device(device),
-        run.model,
-        measure=False,
-    )
+    recipe = recipe_for(settings, num_edges_of(data))
+    scheme = scheme_of(run.format, run.component, run.schedule, run.rounding)
+    task = task_of(run.dataset, root, device, recipe.normalize)
+    result = paired_run(task, recipe, scheme, run.seed, torch.device(device), run.model)
     if run.schedule != NONE and not result.widths:  # else it would be recorded as what it is not
         raise RuntimeError(f"the schedule {run.schedule} set no width: this is a run of a fixed one")
-    names = ("test_acc", "final_loss", "mean_bits", "widths")
+    names = ("test_acc", "final_loss", "best_epoch", "mean_bits", "widths")
     return {name: value for name, value in result._asdict().items() if name in names}
-
-
-def scheme_of(run: RunSpec) -> Scheme:
-    """What the run computes in."""
-    if run.format == BASELINE:
-        return Scheme.from_parts(BASELINE)
-    scheme = Scheme.from_parts(run.format, run.component, None if run.schedule == NONE else run.schedule)
-    assert scheme.config is not None
-    return replace(scheme, config=replace(scheme.config, rounding=run.rounding))
 
 
 @lru_cache(maxsize=1)  # runs of one data set come one after another

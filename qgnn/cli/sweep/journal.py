@@ -59,24 +59,11 @@ class Journal:
     def _read(self) -> list[dict[str, Any]]:
         """All whole lines; what a kill left behind them is cut away."""
         content = self.path.read_bytes()
-        texts = content.split(b"\n")
-        torn = texts.pop()  # empty behind a whole line
-        lines = [_parse(text) for text in texts]
-        keep = len(content) - len(torn)
-        if not torn and lines and lines[-1] is None:  # blocks that a power failure left without content
-            keep -= len(texts[-1]) + 1
-            del lines[-1]
-        whole = [line for line in lines if line is not None]
-        if len(whole) < len(lines) or (whole and whole[0]["kind"] != START):
-            number = 1 + (lines.index(None) if None in lines else 0)
-            raise UsageError(
-                f"line {number} of {str(self.path)!r} is none of a sweep's journal; restore the file, or give another "
-                "--results"
-            )
+        lines, keep = _whole_lines(self.path, content)
         if keep < len(content):
             os.ftruncate(self._file, keep)
             os.fsync(self._file)
-        return whole
+        return lines
 
     def _take(self, line: dict[str, Any]) -> None:
         if line["kind"] == START:
@@ -119,6 +106,39 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def recorded_in(path: Path) -> dict[str, dict[str, Any]]:
+    """The last line of each run in a journal by key, also while another process writes it; none if there is no file.
+
+    Raises:
+        UsageError: If the file cannot be read, or a line before the last is not one of ours.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise UsageError(f"the journal {str(path)!r} could not be read ({error.strerror})") from error
+    return {line["key"]: line for line in _whole_lines(path, content)[0] if line["kind"] == RUN}
+
+
+def _whole_lines(path: Path, content: bytes) -> tuple[list[dict[str, Any]], int]:
+    """The lines of a journal, and the number of its bytes before what a kill left behind them."""
+    texts = content.split(b"\n")
+    torn = texts.pop()  # empty behind a whole line
+    lines = [_parse(text) for text in texts]
+    keep = len(content) - len(torn)
+    if not torn and lines and lines[-1] is None:  # blocks that a power failure left without content
+        keep -= len(texts[-1]) + 1
+        del lines[-1]
+    whole = [line for line in lines if line is not None]
+    if len(whole) < len(lines) or (whole and whole[0]["kind"] != START):
+        number = 1 + (lines.index(None) if None in lines else 0)
+        raise UsageError(
+            f"line {number} of {str(path)!r} is none of a sweep's journal; restore the file, or give another --results"
+        )
+    return whole, keep
 
 
 def _sync_folder(folder: Path) -> None:

@@ -10,18 +10,21 @@ from qgnn.cli.errors import UsageError
 from qgnn.cli.sweep.table import Panel
 
 
-def write_plot(path: Path, panels: Sequence[Panel]) -> None:
+def write_plot(path: Path, panels: Sequence[Panel]) -> bool:
     """Draw how much accuracy each format costs in each component, with the deviation over seeds.
 
     Args:
         path: The file; its ending selects the format.
         panels: Those of the summary; one without a baseline, or with nothing else, has no picture.
+
+    Returns:
+        Whether there was anything to draw; if not, the file is left as it is.
     """
     from matplotlib.figure import Figure
 
     drawn = [panel for panel in panels if any(cell.differences for cell in panel.cells.values())]
     if not drawn:
-        raise UsageError("--plot expects finished runs in fp32 and in another format of the same seeds (got none)")
+        return False
     widest = max(len(panel.labels) * (len(panel.components) + 1) for panel in drawn)
     figure = Figure(figsize=(max(4.8, 0.16 * widest), 3.2 * len(drawn)), layout="constrained")
     for axes, panel in zip(figure.subplots(len(drawn), 1, squeeze=False)[:, 0], drawn, strict=True):
@@ -49,3 +52,4 @@ def write_plot(path: Path, panels: Sequence[Panel]) -> None:
         raise UsageError(
             f"--plot: {str(path)!r} could not be written ({error.strerror}); the runs are recorded"
         ) from error
+    return True

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -22,9 +23,11 @@ from qgnn.cli.sweep.run_spec import RunSpec
 
 Execute = Callable[[RunSpec], dict[str, Any]]
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # both come to whole groups of processes
+
 
 class Outcome(NamedTuple):
-    """How a run ended.
+    """How a run ended, or that it will be tried again.
 
     Args:
         run: The run.
@@ -32,6 +35,7 @@ class Outcome(NamedTuple):
         error: In a line why it failed, ``None`` if it did not.
         trace: Where in the code it failed, if there it did.
         seconds: How long it took.
+        is_final: Whether this is its end; otherwise its process died for the first time, and the run has still to come.
     """
 
     run: RunSpec
@@ -39,6 +43,7 @@ class Outcome(NamedTuple):
     error: str | None
     trace: str | None
     seconds: float
+    is_final: bool = True
 
 
 def run_all(
@@ -46,8 +51,9 @@ def run_all(
 ) -> Generator[Outcome, None, None]:
     """Carry out runs in other processes, each with one thread.
 
-    A process stays on a data set while it has runs left. One that dies makes its run a failed one and is replaced. All
-    end with this process, whatever ends it.
+    A process stays on a data set while it has runs left. One that dies is replaced, and its run tried once more, behind
+    all others of its data set, since memory may have been short because of what ran beside it; then it is a failed one.
+    All processes end with this one, whatever ends it.
 
     Args:
         runs: What to run.
@@ -56,7 +62,7 @@ def run_all(
         context: How processes start. OpenMP hangs in a process that was forked behind its first parallel region.
 
     Returns:
-        The outcomes as they come. Close the iterator to end the processes.
+        The outcomes as they come, one of each run that is final. Close the iterator to end the processes.
 
     Raises:
         UsageError: If a process ends before its first run.
@@ -64,10 +70,13 @@ def run_all(
     left: dict[str, deque[RunSpec]] = {}
     for run in runs:
         left.setdefault(run.dataset, deque()).append(run)
+    died: set[RunSpec] = set()
     workers: dict[Any, _Worker] = {}
+    if context == "spawn":
+        resource_tracker.ensure_running()  # whose start would let the signals through that are held below
 
     def start() -> None:
-        with _signals_ignored():
+        with _signals_held():
             worker = _Worker(multiprocessing.get_context(context), execute)
             workers[worker.connection] = worker
 
@@ -82,6 +91,10 @@ def run_all(
                 except (EOFError, OSError):  # it ended, at worst within a message
                     outcome = worker.bury()
                     del workers[connection]
+                    if outcome.run not in died:
+                        died.add(outcome.run)
+                        left.setdefault(outcome.run.dataset, deque()).append(outcome.run)
+                        outcome = outcome._replace(is_final=False)
                     if left:
                         start()
                 else:
@@ -94,7 +107,7 @@ def run_all(
                 if outcome is not None:
                     yield outcome
     finally:
-        with _signals_ignored():  # one that is left would be waited for at exit
+        with _signals_held():  # one that is left would be waited for at exit
             for worker in workers.values():
                 worker.end()
 
@@ -145,7 +158,7 @@ class _Worker:
         return outcome
 
     def bury(self) -> Outcome:
-        """The outcome of the run that it died in."""
+        """The outcome of the run in which it died."""
         self._process.join()
         code = self._process.exitcode
         how = f"exit code {code}" if code >= 0 else f"{signal.Signals(-code).name}"
@@ -165,15 +178,22 @@ class _Worker:
 
 
 @contextlib.contextmanager
-def _signals_ignored() -> Iterator[None]:
-    """Ctrl-C and SIGTERM do nothing in this block, and never to processes started in it: both come to whole groups, and
-    the parent is who ends the others."""
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+def _signals_held() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait for the end of this block, and never reach processes started in it: their parent ends
+    them."""
+    held: list[int] = []
+    handlers: dict[signal.Signals, Any] = {}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # inherited, also by a new program
     try:
+        for number in _SIGNALS:  # the mask is that of one thread, and another may receive the signal
+            handlers[number] = signal.signal(number, lambda received, _: held.append(received))
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        if held:
+            signal.raise_signal(held[0])
 
 
 def _work(connection: Connection, execute: Execute) -> None:

@@ -47,6 +47,10 @@ class SweepProgress:
     ) -> None:
         self._bar.stop()
 
+    def retry(self, outcome: Outcome) -> None:
+        """Show that a run will be tried again."""
+        self._console.print(f"again: {outcome.run}: {outcome.error}", markup=False, soft_wrap=True)
+
     def advance(self, outcome: Outcome) -> None:
         """Count a run that ended. A failed one is shown at once."""
         kind = (outcome.run.dataset, outcome.run.model)
@@ -65,7 +69,7 @@ class SweepProgress:
 
     @property
     def rate(self) -> float:
-        """Runs per minute so far, the start of the processes included."""
+        """Runs per minute since this process began, the start of the others included."""
         return 60 * self.done / max(time.monotonic() - self._start, 1e-9)
 
     @property
@@ -73,5 +77,6 @@ class SweepProgress:
         """The time that the remaining runs will take; of a kind not seen yet, as long as the mean of the others."""
         means = {kind: mean(seconds) for kind, seconds in self._seconds.items()}
         usual = mean(means.values()) if means else 0.0
-        seconds = sum(count * means.get(kind, usual) for kind, count in self._left.items()) / self._processes
-        return timedelta(seconds=round(seconds))
+        seconds = sum(count * means.get(kind, usual) for kind, count in self._left.items())
+        at_a_time = max(min(self._processes, self._left.total()), 1)
+        return timedelta(seconds=round(seconds / at_a_time))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from qgnn.cli.scheme import UNQUANTIZED, Scheme
+
 # Of the meaning of a run's fields: raise it when equal fields stand for another training than before.
-KEY_VERSION = 1
+KEY_VERSION = 2
 
 BASELINE = "fp32"
-NONE = "none"  # the component, schedule and rounding of the baseline; the schedule of a fixed width
+NONE = "none"  # the component, schedule and rounding of full precision; the schedule of a fixed width
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class RunSpec:
     Args:
         dataset: Name of the data set.
         model: Name of the model.
-        format: Name of the number format, or ``fp32`` for the baseline.
+        format: Name of the number format, ``fp32`` for the baseline, or ``bf16`` for PyG's layers under autocast;
+            with a schedule, that of its last width.
         component: What is in that format: ``all``, or one component of :class:`qgnn.QConfig`.
         schedule: How its width changes during training, or ``none``.
         rounding: ``stochastic`` or ``nearest``.
@@ -63,3 +66,14 @@ class RunSpec:
         details = [self.component, self.schedule, self.rounding, *(f"{name} {value}" for name, value in self.recipe)]
         named = [detail for detail in details if detail != NONE]
         return ", ".join([f"{self.model} on {self.dataset}", self.format, *named, f"seed {self.seed}"])
+
+
+def scheme_of(format: str, component: str, schedule: str, rounding: str) -> Scheme:
+    """What a run computes in, by the fields of that name."""
+    if format == BASELINE:
+        return UNQUANTIZED
+    if component == NONE:
+        return Scheme.from_parts(format)
+    scheme = Scheme.from_parts(format, component, None if schedule == NONE else schedule)
+    assert scheme.config is not None
+    return replace(scheme, config=replace(scheme.config, rounding=rounding))

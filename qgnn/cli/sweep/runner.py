@@ -14,30 +14,29 @@ from rich.console import Console
 from qgnn.cli.errors import UsageError
 from qgnn.cli.provenance import now
 from qgnn.cli.sweep.journal import DONE, FAILED, RUN, Journal
-from qgnn.cli.sweep.pool import Execute, run_all
+from qgnn.cli.sweep.pool import Execute, Outcome, run_all
 from qgnn.cli.sweep.progress import SweepProgress
 from qgnn.cli.sweep.run_spec import RunSpec
 
 
-def missing(runs: Sequence[RunSpec], journal: Journal, device: str, retry_failed: bool) -> list[RunSpec]:
+def missing(runs: Sequence[RunSpec], recorded: dict[str, dict[str, Any]], retry_failed: bool) -> list[RunSpec]:
     """The runs that are still to be carried out.
 
-    Raises:
-        UsageError: If the journal is that of another sweep: each has runs that the other has not, or another device.
+    Args:
+        runs: Those of the specification.
+        recorded: The lines of the journal by key.
+        retry_failed: Whether a run that failed is one of them.
     """
-    keys, recorded = {run.key for run in runs}, set(journal.runs)
-    if recorded - keys and keys - recorded:
-        raise UsageError(
-            f"{str(journal.path)!r} is the journal of another sweep: {len(recorded - keys)} of its {len(recorded)} "
-            f"runs are not in the specification, and {len(keys - recorded)} of the specification not in it; give "
-            "another --results"
-        )
+    ended = {key for key, line in recorded.items() if line["status"] == DONE or not retry_failed}
+    return [run for run in runs if run.key not in ended]
+
+
+def check_device(journal: Journal, device: str) -> None:
+    """Raise if the runs of the journal were made on another kind of device: their results are not comparable."""
     if journal.starts and journal.starts[0]["device"] != device:
         raise UsageError(
             f"{str(journal.path)!r} holds runs on {journal.starts[0]['device']} (got {device}); give another --results"
         )
-    ended = {key for key, line in journal.runs.items() if line["status"] == DONE or not retry_failed}
-    return [run for run in runs if run.key not in ended]
 
 
 def carry_out(
@@ -58,16 +57,24 @@ def carry_out(
     with ended_by_sigterm(), SweepProgress(runs, processes, console) as progress, contextlib.closing(outcomes):
         try:
             for outcome in outcomes:
-                run, result, error, trace, seconds = outcome
-                ended = {"result": result} if error is None else {"error": error, "trace": trace}
-                status = {"key": run.key, "run": run.fields, "status": DONE if error is None else FAILED}
-                journal.append(RUN, **status, **ended, seconds=round(seconds, 3), utc=now())
-                progress.advance(outcome)
+                if outcome.is_final:
+                    record(outcome, journal)
+                    progress.advance(outcome)
+                else:
+                    progress.retry(outcome)
         except (KeyboardInterrupt, SystemExit):
             print("all runs that ended are recorded; the same command goes on from there", file=sys.stderr)
             raise
         minutes = (time.monotonic() - start) / 60
         console.print(f"{progress.done} runs in {minutes:.1f} minutes: {progress.rate:.1f} runs per minute")
+
+
+def record(outcome: Outcome, journal: Journal) -> None:
+    """Append the line of a run that ended."""
+    run, result, error, trace, seconds, _ = outcome
+    ended = {"result": result} if error is None else {"error": error, "trace": trace}
+    status = {"key": run.key, "run": run.fields, "status": DONE if error is None else FAILED}
+    journal.append(RUN, **status, **ended, seconds=round(seconds, 3), utc=now())
 
 
 @contextlib.contextmanager

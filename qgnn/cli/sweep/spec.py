@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,11 @@ from typing import Any
 from qgnn import formats
 from qgnn.cli.args import MODELS
 from qgnn.cli.errors import UsageError
-from qgnn.cli.model import GAT_HEADS, GRAPH_MODELS
-from qgnn.cli.scheme import ALL, Scheme, parse_schedule
-from qgnn.cli.sweep.run_spec import BASELINE, NONE, RunSpec
+from qgnn.cli.model import check_model, check_scheme
+from qgnn.cli.recipe import usual_recipe
+from qgnn.cli.scheme import ALL, FULL_PRECISION, parse_format, parse_schedule
+from qgnn.cli.sweep.run_spec import NONE, RunSpec, scheme_of
+from qgnn.cli.values import SEED, Check, list_of, number, one_of, text, whole
 from qgnn.config import COMPONENTS, ROUNDINGS
 from qgnn.data import dataset_names
 from qgnn.data.datasets import GRAPH_ENTRIES
@@ -26,16 +26,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-# Among which the closest name is looked for; 'qgnn.formats.parse' knows more, such as other lengths of blocks.
-FORMATS = (
-    BASELINE,
-    *(f"{kind}{bits}{affine}" for kind in ("int", "fixed") for bits in range(2, 9) for affine in ("", "-affine")),
-    *(f"msfp{number}" for number in range(10, 17)),
-    *("mxint8", "mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp4", "fp8-e4m3", "fp8-e5m2"),
-)
-
-Check = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -96,7 +86,7 @@ def read_spec(path: Path) -> Spec:
 
 def _spec(document: dict[str, Any], stem: str) -> Spec:
     for name in document:
-        _one_of(("sweep", "grid"))(name)
+        one_of(("sweep", "grid"))(name)
     shared, grids = document.get("sweep", {}), document.get("grid", [{}])
     if not isinstance(shared, dict):
         raise ValueError(f"expected a table [sweep] (got {shared!r})")
@@ -104,8 +94,8 @@ def _spec(document: dict[str, Any], stem: str) -> Spec:
         raise ValueError(f"expected tables [[grid]], with two brackets (got {grids!r})")
     top = _table("[sweep]", shared, _OF_SWEEP | _OF_GRID)
     made = []
-    for number, table in enumerate(grids, 1):
-        place = f"[[grid]] {number}"
+    for position, table in enumerate(grids, 1):
+        place = f"[[grid]] {position}"
         settings = {**top, "name": place, **_table(place, table, {"name": _name} | _OF_GRID)}
         try:
             made.append(Grid(settings["name"], tuple(_expand(settings))))
@@ -119,7 +109,7 @@ def _table(place: str, table: dict[str, Any], checks: dict[str, Check]) -> dict[
     checked = {}
     for name, value in table.items():
         try:
-            _one_of(tuple(checks))(name)
+            one_of(tuple(checks))(name)
             checked[name] = checks[name](value)
         except ValueError as error:
             raise ValueError(f"{place}, {name}: {error}") from error
@@ -127,147 +117,90 @@ def _table(place: str, table: dict[str, Any], checks: dict[str, Check]) -> dict[
 
 
 def _expand(settings: dict[str, Any]) -> list[RunSpec]:
-    """The product of the lists, the baseline once for each data set, model and seed."""
+    """The product of the lists, runs in full precision once for each data set, model and seed."""
     for name in ("datasets", "formats"):
         if name not in settings:
             raise ValueError(f"expected a list '{name}', here or in [sweep]")
-    recipe = tuple((name, settings[name]) for name in sorted(_RECIPE) if name in settings)
+    given = {name: settings[name] for name in sorted(_RECIPE) if name in settings}
     runs = []
     for dataset, model in product(settings["datasets"], settings.get("models", ["gcn"])):
-        _check_sizes(dataset, model, settings)
+        by_graph = dataset in GRAPH_ENTRIES
+        recipe = replace(usual_recipe(dataset, model, None if by_graph else 0), **given)
+        check_model(model, recipe, by_graph)
         for parts in product(*(settings.get(name, default) for name, default in _OF_SCHEME.items())):
-            fmt, component, schedule, rounding = parts
-            if schedule != NONE and fmt != BASELINE:
-                try:
-                    Scheme.from_parts(fmt, component, schedule)
-                except ValueError as error:
-                    raise ValueError(f"{fmt} with the schedule {schedule}: {error}") from error
-            for seed in settings.get("seeds", [0]):
-                run = RunSpec(dataset, model, fmt, component, schedule, rounding, seed, recipe)
-                runs.append(run.baseline if fmt == BASELINE else run)
+            scheme = _canonical(*parts)
+            check_scheme(scheme_of(*scheme), model, recipe, by_graph)
+            runs += [
+                RunSpec(dataset, model, *scheme, seed, tuple(given.items())) for seed in settings.get("seeds", [0])
+            ]
     return list(dict.fromkeys(runs))
 
 
 _OF_SCHEME = {"formats": [], "components": [ALL], "schedules": [NONE], "rounding": ["stochastic"]}
 
 
-def _check_sizes(dataset: str, model: str, settings: dict[str, Any]) -> None:
-    """Raise if the model is not made for such data, or cannot have the size that is given for it."""
-    by_graph = dataset in GRAPH_ENTRIES
-    if by_graph and model not in GRAPH_MODELS:
-        raise ValueError(f"{dataset} expects one of the models {', '.join(GRAPH_MODELS)} (got {model})")
-    hidden, layers = settings.get("hidden", GAT_HEADS), settings.get("layers", 3)
-    if model == "gat" and hidden % GAT_HEADS:
-        raise ValueError(f"gat expects hidden to be a multiple of {GAT_HEADS}, its number of heads (got {hidden})")
-    if model == "gcn2" and layers < 3:
-        raise ValueError(f"gcn2 expects layers of at least 3, since the first and the last are dense (got {layers})")
-    if layers < 2 and not by_graph:
-        raise ValueError(f"expected layers of at least 2, since the last stays in full precision (got {layers})")
-
-
-def _one_of(choices: Sequence[str]) -> Check:
-    def check(value: Any) -> str:
-        if value not in choices:
-            raise ValueError(f"expected one of {', '.join(choices)} (got {value!r}){_closest(value, choices)}")
-        return str(value)
-
-    return check
-
-
-def _closest(value: Any, choices: Sequence[str]) -> str:
-    close = get_close_matches(str(value).lower(), choices, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"expected text (got {value!r})")
-    return value
+def _canonical(fmt: str, component: str, schedule: str, rounding: str) -> tuple[str, str, str, str]:
+    """The same training under one name: a schedule sets the width of the format, and full precision has no details."""
+    if fmt in FULL_PRECISION:
+        return fmt, NONE, NONE, NONE
+    if schedule != NONE:
+        try:
+            widths = [formats.parse(fmt).with_bits(bits) for bits in parse_schedule(schedule)[1]]
+        except ValueError as error:
+            raise ValueError(f"{fmt} with the schedule {schedule}: {error}") from error
+        fmt = str(widths[-1])
+    return fmt, component, schedule, rounding
 
 
 def _name(value: Any) -> str:
-    if "/" in _text(value) or value in (".", ".."):
+    if "/" in text(value) or value in (".", ".."):
         raise ValueError(f"expected a name for a folder (got {value!r})")
-    return _text(value)
+    return text(value)
 
 
 def _dataset(value: Any) -> str:
-    return _one_of(dataset_names() + dataset_names("graph"))(dataset_key(_text(value)))
+    return one_of(dataset_names() + dataset_names("graph"))(dataset_key(text(value)))
 
 
 def _format(value: Any) -> str:
-    if _text(value) == BASELINE:
-        return value
-    try:
-        return str(formats.parse(value))
-    except ValueError as error:
-        raise ValueError(f"{error}{_closest(value, FORMATS)}") from error
+    name = text(value).strip().lower()
+    return name if name in FULL_PRECISION else str(parse_format(name))
 
 
 def _schedule(value: Any) -> str:
-    name = "".join(_text(value).split())
+    name = "".join(text(value).lower().split())
     if name != NONE:
         parse_schedule(name)
     return name
 
 
-def _int(minimum: int) -> Check:
-    def check(value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise ValueError(f"expected a whole number of at least {minimum} (got {value!r})")
-        return value
-
-    return check
-
-
-def _float(low: float, high: float, *, low_open: bool = False, high_open: bool = False) -> Check:
-    def check(value: Any) -> float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high or (low_open and value == low) or (high_open and value == high):
-            ends = f"{'(' if low_open else '['}{low:g}, {high:g}{')' if high_open else ']'}"
-            raise ValueError(f"expected a number in {ends} (got {value!r})")
-        return float(value)
-
-    return check
-
-
-def _list_of(check: Check) -> Check:
-    def check_all(value: Any) -> list[Any]:
-        values = value if isinstance(value, list) else [value]
-        if not values:
-            raise ValueError("expected at least one value (got none)")
-        return list(dict.fromkeys(check(each) for each in values))
-
-    return check_all
-
-
 def _seeds(value: Any) -> list[int]:
     """A list, or how many: from 0 on."""
-    seeds: list[int] = _list_of(_int(0))(value) if isinstance(value, list) else list(range(_int(1)(value)))
+    seeds: list[int] = list_of(SEED)(value) if isinstance(value, list) else list(range(whole(1)(value)))
     return seeds
 
 
 _RECIPE: dict[str, Check] = {
-    "epochs": _int(1),
-    "hidden": _int(1),
-    "layers": _int(1),
-    "dropout": _float(0, 1, high_open=True),
-    "lr": _float(0, 100, low_open=True),
-    "weight_decay": _float(0, 100),
+    "epochs": whole(1),
+    "hidden": whole(1),
+    "layers": whole(1),
+    "dropout": number(0, 1, high_open=True),
+    "lr": number(0, 100, low_open=True),
+    "weight_decay": number(0, 100),
 }
 _OF_GRID: dict[str, Check] = {
-    "datasets": _list_of(_dataset),
-    "models": _list_of(_one_of(MODELS)),
-    "formats": _list_of(_format),
-    "components": _list_of(_one_of((ALL, *COMPONENTS))),
-    "schedules": _list_of(_schedule),
-    "rounding": _list_of(_one_of(ROUNDINGS)),
+    "datasets": list_of(_dataset),
+    "models": list_of(one_of(MODELS)),
+    "formats": list_of(_format),
+    "components": list_of(one_of((ALL, *COMPONENTS))),
+    "schedules": list_of(_schedule),
+    "rounding": list_of(one_of(ROUNDINGS)),
     "seeds": _seeds,
     **_RECIPE,
 }
 _OF_SWEEP: dict[str, Check] = {
     "name": _name,
-    "root": _text,
-    "device": _one_of(("cpu", "cuda")),
-    "processes": _int(1),
+    "root": text,
+    "device": one_of(("cpu", "cuda")),
+    "processes": whole(1),
 }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import groupby
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
@@ -14,14 +15,24 @@ from rich.table import Table
 
 from qgnn.cli.errors import UsageError
 from qgnn.cli.report import plus_minus
+from qgnn.cli.scheme import ALL
 from qgnn.cli.sweep.journal import DONE
 from qgnn.cli.sweep.run_spec import BASELINE, NONE, RunSpec
 
 Row = dict[str, Any]
 
+MEASURED = ("test_acc", "final_loss", "best_epoch", "mean_bits", "widths")  # the columns of a result, in order
 
-def rows_of(runs: Iterable[RunSpec], recorded: dict[str, Row]) -> list[Row]:
-    """A row for each run that is recorded, in the order of the runs.
+
+def columns_of(runs: Sequence[RunSpec]) -> list[str]:
+    """The columns of the table: the same whichever of the runs are recorded."""
+    names = [field.name for field in fields(RunSpec) if field.name != "recipe"]
+    recipe = sorted({name for run in runs for name, _ in run.recipe})
+    return [*names, *recipe, "status", *MEASURED, "error", "commit"]
+
+
+def rows_of(runs: Sequence[RunSpec], recorded: dict[str, Row]) -> list[Row]:
+    """A row for each run that is recorded, in the order of the runs. What a run lacks is ``None``.
 
     Times are in the journal alone, so that the table is the same whenever, and after however many kills, it is made.
 
@@ -29,21 +40,27 @@ def rows_of(runs: Iterable[RunSpec], recorded: dict[str, Row]) -> list[Row]:
         runs: Those of the sweep.
         recorded: The lines of its journal by key.
     """
-    rows = []
+    columns, rows = columns_of(runs), []
     for run in runs:
         line = recorded.get(run.key)
         if line is not None:
-            fields = run.fields
-            recipe, commit = fields.pop("recipe"), line["commit"]
-            rows.append(
-                {**fields, **recipe, "status": line["status"], **(line.get("result") or {}), "error": line.get("error")}
-                | {"commit": commit and commit + "+" * bool(line["dirty"])}
-            )
+            result = line.get("result") or {}
+            row = {**run.fields, **dict(run.recipe), **result, "status": line["status"], "error": line.get("error")}
+            row["widths"] = lengths(result.get("widths") or ())
+            row["commit"] = line["commit"] and line["commit"] + "+" * bool(line["dirty"])
+            rows.append({name: row.get(name) for name in columns})
     return rows
 
 
+def lengths(widths: Sequence[int]) -> str | None:
+    """The widths of the epochs as ``2x50 4x150``: for 50 epochs 2 bits, then for 150 epochs 4; ``None`` for none."""
+    return " ".join(f"{bits}x{len(list(epochs))}" for bits, epochs in groupby(widths)) or None
+
+
 def check_table(path: Path) -> None:
-    """Raise unless the table's format can be written."""
+    """Raise unless the table's format is known and can be written."""
+    if path.suffix not in (".csv", ".parquet"):
+        raise UsageError(f"--table expects a file name that ends in .csv or .parquet (got {str(path)!r})")
     if path.suffix == ".parquet":
         try:
             import pyarrow  # noqa: F401
@@ -51,49 +68,66 @@ def check_table(path: Path) -> None:
             raise UsageError("--table needs pyarrow for .parquet: pip install pyarrow, or give a .csv") from error
 
 
-def write_table(path: Path, rows: Sequence[Row]) -> None:
-    """Write the rows as CSV, or as parquet if the file is named so. Lists become JSON; what a run lacks stays empty.
+def write_table(path: Path, runs: Sequence[RunSpec], recorded: dict[str, Row]) -> None:
+    """Write the rows as CSV, or as parquet if the file is named so. What a run lacks stays empty.
 
     The file is replaced as a whole: a kill leaves the old one.
+
+    Args:
+        path: The file.
+        runs: Those of the sweep.
+        recorded: The lines of its journal by key.
     """
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    columns, rows = columns_of(runs), rows_of(runs, recorded)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if path.suffix == ".parquet":
             from pyarrow import Table as ArrowTable
             from pyarrow import parquet
 
-            full = [{name: row.get(name) for name in names} for row in rows]
-            parquet.write_table(ArrowTable.from_pylist(full), partial)
+            parquet.write_table(
+                ArrowTable.from_pydict({name: [row[name] for row in rows] for name in columns}), partial
+            )
         else:
             with partial.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, names, lineterminator="\n")
+                writer = csv.DictWriter(file, columns, lineterminator="\n")
                 writer.writeheader()
-                writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+                writer.writerows(rows)
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise UsageError(f"the table {str(path)!r} could not be written ({error.strerror})") from error
 
 
-def _cell(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, list | dict) else value
-
-
 class Cell(NamedTuple):
-    """Seeds of one scheme: test accuracy in percent and its difference to the baseline of the same seeds, in points."""
+    """Seeds of one scheme.
+
+    Args:
+        accuracies: On the test set, in percent.
+        differences: To the baseline of the same seeds, in points.
+        bits: What a schedule set, in the mean over the epochs; empty without one.
+    """
 
     accuracies: tuple[float, ...]
     differences: tuple[float, ...]
+    bits: tuple[float, ...] = ()
 
     def text(self, num_seeds: int, sign: str = "±") -> str:
-        """As ``81.20 ± 0.51 (-0.30)``, with the number of seeds if some are missing."""
+        """As ``81.20 ± 0.51 (-0.30 ± 0.21)``, with the number of seeds if some are missing; bits on a second line."""
         text = f"{mean(self.accuracies):.2f}"
         if len(self.accuracies) > 1:
             text += f" {sign} {stdev(self.accuracies):.2f}"
         if self.differences:
-            text += f" ({mean(self.differences):+.2f})"
-        return text + (f" n={len(self.accuracies)}" if len(self.accuracies) < num_seeds else "")
+            error = standard_error(self.differences)
+            text += f" ({mean(self.differences):+.2f}{f' {sign} {error:.2f}' if error is not None else ''})"
+        if len(self.accuracies) < num_seeds:
+            text += f" n={len(self.accuracies)}"
+        return text + (f"\n{mean(self.bits):.2f} bits" if self.bits else "")
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Of the mean; ``None`` of a single value."""
+    return float(stdev(values) / len(values) ** 0.5) if len(values) > 1 else None
 
 
 class Panel(NamedTuple):
@@ -103,7 +137,7 @@ class Panel(NamedTuple):
         title: Which.
         baseline: In full precision, ``None`` if that was not run.
         cells: By format (with schedule and rounding, if the sweep has several) and component.
-        num_seeds: Seeds of the sweep.
+        num_seeds: Seeds that the sweep has for it.
     """
 
     title: str
@@ -124,9 +158,14 @@ class Panel(NamedTuple):
 
 def panels(runs: Sequence[RunSpec], recorded: dict[str, Row]) -> list[Panel]:
     """The results that are there, one panel for each data set, model and recipe, in the order of the runs."""
-    results = {run: recorded[run.key]["result"]["test_acc"] * 100 for run in runs if _is_done(run, recorded)}
+    results = {run: recorded[run.key]["result"] for run in runs if _is_done(run, recorded)}
+    accuracy = {run: 100 * result["test_acc"] for run, result in results.items()}
+    mean_bits = {run: result["mean_bits"] for run, result in results.items() if result.get("mean_bits") is not None}
     several_roundings = len({run.rounding for run in runs} - {NONE}) > 1
     recipes = {run.recipe for run in runs}
+    seeds: dict[tuple[Any, ...], set[int]] = {}
+    for run in runs:
+        seeds.setdefault((run.dataset, run.model, run.recipe), set()).add(run.seed)
     groups: dict[tuple[Any, ...], dict[tuple[str, str], list[RunSpec]]] = {}
     for run in results:
         label = run.format
@@ -134,7 +173,8 @@ def panels(runs: Sequence[RunSpec], recorded: dict[str, Row]) -> list[Panel]:
             label += f" {run.schedule}"
         if several_roundings and run.rounding != NONE:
             label += f" {run.rounding}"
-        groups.setdefault((run.dataset, run.model, run.recipe), {}).setdefault((label, run.component), []).append(run)
+        component = ALL if run.component == NONE and run.format != BASELINE else run.component
+        groups.setdefault((run.dataset, run.model, run.recipe), {}).setdefault((label, component), []).append(run)
     made = []
     for (dataset, model, recipe), group in groups.items():
         title = f"{model.upper()} on {dataset}"
@@ -142,13 +182,14 @@ def panels(runs: Sequence[RunSpec], recorded: dict[str, Row]) -> list[Panel]:
             title += "".join(f", {name} {value}" for name, value in recipe)
         cells = {
             place: Cell(
-                tuple(results[run] for run in members),
-                tuple(results[run] - results[run.baseline] for run in members if run.baseline in results),
+                tuple(accuracy[run] for run in members),
+                tuple(accuracy[run] - accuracy[run.baseline] for run in members if run.baseline in accuracy),
+                tuple(mean_bits[run] for run in members if run in mean_bits),
             )
             for place, members in group.items()
         }
         baseline = cells.pop((BASELINE, NONE), None)
-        made.append(Panel(title, baseline, cells, len({run.seed for run in runs})))
+        made.append(Panel(title, baseline, cells, len(seeds[dataset, model, recipe])))
     return made
 
 
@@ -162,7 +203,11 @@ def summary(panel: Panel) -> Table:
     sign, caption = plus_minus(), "test accuracy in %, mean and deviation over seeds"
     if panel.baseline is not None:
         accuracy = panel.baseline._replace(differences=()).text(panel.num_seeds, sign)
-        caption = f"{BASELINE}: {accuracy}; {caption} (difference to {BASELINE})"
+        caption = (
+            f"{BASELINE}: {accuracy}; {caption} (difference to {BASELINE} of the same seeds and its standard error)"
+        )
+    if any(cell.bits for cell in panel.cells.values()):
+        caption += "; bits: mean over epochs and seeds"
     table = Table(title=panel.title, title_justify="left", caption=caption, caption_justify="left")
     table.add_column("format", no_wrap=True)
     for component in panel.components:

@@ -1,0 +1,52 @@
+"""README's tables of ``qgnn sweep``, made of its journals."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .summary import commit_of, shown, table
+
+
+def swept(results: Path) -> dict[str, list[list[dict[str, Any]]]]:
+    """The lines of the journals ``<machine>/sweeps/<name>.jsonl``, by region: ``sweep:<name>``."""
+    found: dict[str, list[list[dict[str, Any]]]] = {}
+    for path in sorted(results.glob("*/sweeps/*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        found.setdefault(f"sweep:{path.stem}", []).append(lines)
+    return found
+
+
+def sweep_region(journals: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """Accuracy by format and component, as the command printed it on each machine, and where it comes from."""
+    from qgnn.cli.scheme import ALL
+    from qgnn.cli.sweep.run_spec import BASELINE, NONE, RunSpec
+    from qgnn.cli.sweep.table import panels
+    from qgnn.config import COMPONENTS
+
+    parts = []
+    for lines in journals:
+        starts = [line for line in lines if line["kind"] == "start"]
+        recorded = {line["key"]: {**line, "commit": None, "dirty": None} for line in lines if line["kind"] == "run"}
+        ended = (line["run"] for line in recorded.values())
+        runs = [RunSpec(**{**fields, "recipe": tuple(fields["recipe"].items())}) for fields in ended]
+        runs.sort(key=lambda run: (NONE, *COMPONENTS, ALL).index(run.component))  # they end in no certain order
+        for panel in panels(runs, recorded):
+            heads = [component.replace("_", " ") for component in panel.components]
+            rows = []
+            for label in panel.labels:
+                cells = (panel.cells.get((label, component)) for component in panel.components)
+                rows.append(
+                    (label, *("" if cell is None else cell.text(panel.num_seeds).replace("\n", ", ") for cell in cells))
+                )
+            text = table((panel.title, *heads), rows)
+            if panel.baseline is not None:
+                text += f"\n\n{BASELINE}: {panel.baseline._replace(differences=()).text(panel.num_seeds)}"
+            parts.append(text)
+        minutes = sum(line["seconds"] for line in recorded.values()) / 60
+        parts.append(
+            f"`{shown(starts[0]['command'])}`: {len(runs)} runs, {minutes:.0f} minutes of one core each; test accuracy "
+            f"in %, mean and deviation over seeds (difference to {BASELINE} and its standard error); "
+            f"{starts[0]['machine']}; {', '.join(dict.fromkeys(f'commit {commit_of(start)}' for start in starts))}"
+        )
+    return "\n\n".join(parts)

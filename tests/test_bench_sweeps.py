@@ -1,0 +1,59 @@
+"""README's tables of sweeps: what their journals say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import readme
+from qgnn.cli.sweep.run_spec import RunSpec
+
+START = {
+    "kind": "start",
+    "command": "qgnn sweep examples/two.toml --root /home/me/data --results /tmp/x --processes 2",
+    "machine": "A CPU",
+    "commit": "0123456789abcdef",
+    "dirty": False,
+}
+
+
+def line(fmt: str, component: str, seed: int, accuracy: float | None, bits: float | None = None) -> str:
+    run = RunSpec("cora", "gcn", fmt, component, "none" if bits is None else "sdq[2,8]", "stochastic", seed)
+    run = run.baseline if fmt == "fp32" else run
+    ended = {"status": "failed", "error": "E"} if accuracy is None else {"status": "done"}
+    result = None if accuracy is None else {"test_acc": accuracy, "mean_bits": bits}
+    return json.dumps({"kind": "run", "key": run.key, "run": run.fields, **ended, "result": result, "seconds": 30.0})
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    lines = [
+        json.dumps(START),
+        line("int4", "all", 0, 0.70),
+        line("int4", "weights", 0, None),
+        line("fp32", "none", 0, 0.80),
+        line("int4", "weights", 1, 0.81),
+        json.dumps(START | {"commit": "fedcba9876543210", "dirty": True}),
+        line("int4", "all", 1, 0.72),
+        line("int4", "weights", 0, 0.79),
+        line("fp32", "none", 1, 0.81),
+        line("int8", "all", 0, 0.8, 4.5),
+    ]
+    (tmp_path / "a-cpu" / "sweeps").mkdir(parents=True)
+    (tmp_path / "a-cpu" / "sweeps" / "two.jsonl").write_text("".join(f"{text}\n" for text in lines))
+    return tmp_path
+
+
+def test_a_sweep_has_a_row_a_format_and_a_column_a_component(results: Path) -> None:
+    """Of a run that failed first, what came of it the second time; columns in the order of the components."""
+    text = dict(readme.regions(results))["sweep:two"]
+    assert text == (
+        "| GCN on cora | weights | all |\n"
+        "| --- | --- | --- |\n"
+        "| int4 | 80.00 ± 1.41 (-0.50 ± 0.50) | 71.00 ± 1.41 (-9.50 ± 0.50) |\n"
+        "| int8 sdq[2,8] |  | 80.00 (+0.00) n=1, 4.50 bits |\n\n"
+        "fp32: 80.50 ± 0.71\n\n"
+        "`qgnn sweep examples/two.toml --root DIR --results DIR --processes 2`: 7 runs, 4 minutes of one core each; "
+        "test accuracy in %, mean and deviation over seeds (difference to fp32 and its standard error); A CPU; commit "
+        "0123456789ab, commit fedcba987654 (modified)"
+    )
