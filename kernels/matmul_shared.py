@@ -31,7 +31,7 @@ def _factor(exponent, shift):
     normal, denormal = (
         (e + 127) << 23,
         1 << tl.maximum(e + 149, 0),
-    )  # a choice between floats would take multiplications
+    )  # chosen as integers: fewer instructions
     factor = tl.where(e >= -126, normal, denormal).to(tl.float32, bitcast=True)
     return tl.where(exponent == NAN_EXPONENT, float("nan"), factor)
 

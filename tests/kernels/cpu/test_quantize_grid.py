@@ -58,8 +58,8 @@ def test_every_type(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("name", "width"), [("msfp10", 1), ("msfp16", 16), ("fixed8-affine", 64)])
 def test_every_half(name: str, width: int, dtype: torch.dtype) -> None:
-    """As values of blocks of one, whose largest ones are rounded beyond the type, and among their neighbors, where those
-    of affine grids lie between the numbers of the type, as do small ones of a block."""
+    """As values of blocks of one, of which the largest are rounded beyond the type, and among neighbors, where those of
+    affine grids lie between the numbers of the type."""
     x = torch.arange(-(1 << 15), 1 << 15).short().view(dtype).view(-1, width)
     _assert_equals_reference(x, GRIDS[name])
 
