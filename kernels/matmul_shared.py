@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from qgnn.kernels import tuning
 from qgnn.kernels.memory import column_offsets, common_unit
-from qgnn.kernels.rounding import NAN_EXPONENT, int8_to_fp16, power_of_two
+from qgnn.kernels.rounding import NAN_EXPONENT, int8_to_fp16
 from torch import Tensor
 
 _WORD = tl.constexpr(4)  # exponents that are read at a time
@@ -28,8 +28,12 @@ _MAX_FEW_WORDS = 8  # up to 512 columns in blocks of 16: a loop of unknown lengt
 def _factor(exponent, shift):
     """``2**(exponent - shift)`` of biased exponents (int32), at least ``2**-149``; NaN for 255."""
     e = exponent - shift
-    denormal = (1 << tl.maximum(e + 149, 0)).to(tl.float32, bitcast=True)
-    return tl.where(exponent == NAN_EXPONENT, float("nan"), tl.where(e >= -126, power_of_two(e), denormal))
+    normal, denormal = (
+        (e + 127) << 23,
+        1 << tl.maximum(e + 149, 0),
+    )  # chosen as integers: fewer instructions
+    factor = tl.where(e >= -126, normal, denormal).to(tl.float32, bitcast=True)
+    return tl.where(exponent == NAN_EXPONENT, float("nan"), factor)
 
 
 @triton.jit(do_not_specialize=["N", "K_UNITS", "words", "fraction_bits"])

@@ -23,7 +23,7 @@ INLINE uint16_t half_of(float value) {
     const uint32_t normal = (magnitude - ((127 - 15) << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13;
     const uint32_t special = magnitude > 0x7F800000 ? 0x7E00 : 0x7C00;
     const uint32_t finite = magnitude < (uint32_t)(127 - 14) << 23 ? subnormal : normal;
-    return (uint16_t)((magnitude < (uint32_t)(127 + 16) << 23 ? finite : special) | bits >> 16 & 0x8000);
+    return (uint16_t)((magnitude < (uint32_t)(127 + 16) << 23 ? finite : special) | (bits >> 16 & 0x8000));
 }
 
 INLINE uint16_t bf16_of(float value) {

@@ -55,6 +55,24 @@ def test_every_type(name: str, dtype: torch.dtype) -> None:
     _assert_equals_reference(torch.randn(9, 33).to(dtype), GRIDS[name], rng.make_seed(1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("name", "width"), [("msfp10", 1), ("msfp16", 16), ("fixed8-affine", 64)])
+def test_every_half(name: str, width: int, dtype: torch.dtype) -> None:
+    """As values of blocks of one, of which the largest are rounded beyond the type, and among neighbors, where those of
+    affine grids lie between the numbers of the type."""
+    x = torch.arange(-(1 << 15), 1 << 15).short().view(dtype).view(-1, width)
+    _assert_equals_reference(x, GRIDS[name])
+
+
+@pytest.mark.parametrize(("dtype", "one"), [(torch.float16, 1 << 10), (torch.bfloat16, 1 << 7)])
+def test_halves_are_rounded_to_even(dtype: torch.dtype, one: int) -> None:
+    """Four levels from i to 4 i, of which 3 i, an odd number, lies between two numbers of the type."""
+    i = torch.arange(one + 1, one * 5 // 4, 2)
+    x = torch.stack([i, 3 * i + 1, 4 * i], 1).to(dtype)
+    even = (3 * i + 1) // 4 * 4  # the multiple of 4 beside 3 i
+    assert torch.equal(quantize_dequantize(x, GRIDS["fixed2-affine"])[:, 1].long(), even)
+
+
 @pytest.mark.parametrize("layout", [*LAYOUTS, "surrounded"])
 @pytest.mark.parametrize("name", ["msfp12", "fixed8-affine"])
 def test_any_strides(layout: str, name: str) -> None:
