@@ -153,13 +153,13 @@ def test_error_falls_with_the_width_and_is_that_of_select_bits() -> None:
 
 def test_a_case_trains_both_from_the_same_seeds(monkeypatch: pytest.MonkeyPatch, mutag: Any) -> None:
     seen = []
-    run = threshold.train_run
+    run = threshold.paired_run
 
     def spied(task: Any, recipe: Any, scheme: Any, seed: int, *args: Any, **how: Any) -> Any:
         seen.append((scheme.name, seed))
         return run(task, threshold.replace(recipe, epochs=2), scheme, seed, *args, **how)
 
-    monkeypatch.setattr(threshold, "train_run", spied)
+    monkeypatch.setattr(threshold, "paired_run", spied)
     monkeypatch.setattr(threshold, "NUM_SEEDS", {"mutag": 2})
     threshold.full_precision.cache_clear()
     case = threshold.Problem("mutag", "msfp", 4, mutag).case()
