@@ -288,8 +288,13 @@ def _becomes_codes(fmt: Format | None) -> bool:
 
 
 def _parts(num_rows: int, width: int) -> Iterator[slice]:
-    """Slices of rows of at most :data:`CHUNK` values, and at least :data:`_PART` rows."""
-    return row_parts(num_rows, width, max(CHUNK, _PART * width))
+    """Slices of rows of at most :data:`CHUNK` values, and at least :data:`_PART` rows; one while compiling. Their rows
+    are a power of two, and what is left: along the nodes of sampled batches kernels see few sizes."""
+    if torch.compiler.is_compiling():
+        return iter([slice(0, num_rows)])
+    width = max(1, width)
+    rows = max(_PART, 1 << max(1, CHUNK // width).bit_length() - 1)
+    return row_parts(num_rows, width, rows * width)
 
 
 def _wide(x: Tensor) -> Tensor:
