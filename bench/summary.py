@@ -1,6 +1,7 @@
 """One line a case, made of records alone: ours against the best rival; README's tables and the plots show these."""
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,8 +46,7 @@ WHOLE = ("train", "layer", "attention")  # suites that README shows at once; the
 COMPRESSED = "/sage/"  # in cases of the suite memory that have tables of their own
 FORMATS = "/formats"  # ends such cases, and products in formats
 FAKE = "/fake/"  # in cases that round to formats
-_PLACES = {"--root": "DIR", "--results": "DIR", "--json": "FILE", "--plot": "FILE"}
-_PLACE = re.compile(rf"({'|'.join(_PLACES)})[ =]\S+")
+_PLACES = {"--root": "DIR", "--results": "DIR", "--json": "FILE", "--plot": "FILE", "--table": "FILE"}
 OWN = ("layer",)  # suites with a region of their own
 
 
@@ -96,7 +96,9 @@ def copy_bandwidth(groups: Sequence[Sequence[Record]]) -> float | None:
 
 def shown(command: str) -> str:
     """A command without what is a matter of the machine that it ran on."""
-    return _PLACE.sub(lambda match: f"{match[1]} {_PLACES[match[1]]}", command)
+    words = shlex.split(re.sub(rf"({'|'.join(_PLACES)})=", r"\1 ", command))
+    pairs = zip(["", *words], words, strict=False)
+    return shlex.join(_PLACES.get(before, word) for before, word in pairs)
 
 
 def commit_of(record: Record) -> str:

@@ -17,12 +17,21 @@ def swept(results: Path) -> dict[str, list[list[dict[str, Any]]]]:
     return found
 
 
+def _place(run: Any) -> tuple[Any, ...]:
+    """Where a run stands among the others: by component, format, schedule and seed."""
+    from qgnn.cli.scheme import ALL
+    from qgnn.cli.sweep.run_spec import NONE
+    from qgnn.config import COMPONENTS
+    from qgnn.formats.names import NAMES
+
+    known = (*NAMES, run.format)
+    return (NONE, *COMPONENTS, ALL).index(run.component), known.index(run.format), run.schedule, run.seed
+
+
 def sweep_region(journals: Sequence[Sequence[dict[str, Any]]]) -> str:
     """Accuracy by format and component, as the command printed it on each machine, and where it comes from."""
-    from qgnn.cli.scheme import ALL
-    from qgnn.cli.sweep.run_spec import BASELINE, NONE, RunSpec
+    from qgnn.cli.sweep.run_spec import BASELINE, RunSpec
     from qgnn.cli.sweep.table import panels
-    from qgnn.config import COMPONENTS
 
     parts = []
     for lines in journals:
@@ -30,7 +39,7 @@ def sweep_region(journals: Sequence[Sequence[dict[str, Any]]]) -> str:
         recorded = {line["key"]: {**line, "commit": None, "dirty": None} for line in lines if line["kind"] == "run"}
         ended = (line["run"] for line in recorded.values())
         runs = [RunSpec(**{**fields, "recipe": tuple(fields["recipe"].items())}) for fields in ended]
-        runs.sort(key=lambda run: (NONE, *COMPONENTS, ALL).index(run.component))  # they end in no certain order
+        runs.sort(key=_place)  # they end in no certain order
         for panel in panels(runs, recorded):
             heads = [component.replace("_", " ") for component in panel.components]
             rows = []

@@ -13,7 +13,7 @@ error and no clamp is needed. The only product of an element feeds a float-to-in
 fused multiply-add cannot change a code: the same bits come out of Triton, C and PyTorch. A group that holds an
 infinity or a NaN gets the scale NaN and codes 0, which poisons that group and nothing else.
 
-Oracle: qgnn.rng, qgnn.formats.
+Oracle: qgnn.rng, qgnn.rounding.
 """
 
 import triton

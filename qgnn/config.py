@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from qgnn.formats import Blocks, Format, Int, parse
 
@@ -17,29 +18,22 @@ RESULTS = ("aggregation", "attention", "weight_gradient")
 COMPONENTS = (*OPERANDS, *RESULTS)
 
 
-class _Components(Mapping[str, Format | None]):
-    """Formats by component: a mapping that cannot be changed, and so has a hash."""
+class _Components(dict[str, Format | None]):
+    """Formats by component: a dictionary that cannot be changed, and so has a hash."""
 
-    def __init__(self, formats: Mapping[str, Format | None]) -> None:
-        self._formats = dict(formats)
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("'components' of a QConfig cannot be changed; make another one with 'dataclasses.replace'")
 
-    def __getitem__(self, component: str) -> Format | None:
-        return self._formats[component]
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._formats)
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
 
-    def __len__(self) -> int:
-        return len(self._formats)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self._formats.items()))
-
-    def __repr__(self) -> str:
-        return repr(self._formats)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class QConfig:
     """How a layer quantizes. ``config=None`` in place of a :class:`QConfig` means full precision.
 
@@ -72,7 +66,8 @@ class QConfig:
             Results that are not named are exact: ``"aggregation"`` (sums over neighbors), ``"attention"`` (weights
             behind the softmax), ``"weight_gradient"``.
 
-    With ``dataclasses.replace``, a new ``fmt`` brings its own width, and new ``bits`` are the width that ``fmt`` gets.
+    With ``dataclasses.replace``, a new ``fmt`` brings its own width (``None`` in place of a format 8 bits), and new
+    ``bits`` are the width that ``fmt`` gets.
 
     Raises:
         TypeError: If a field has the wrong type.
@@ -86,60 +81,64 @@ class QConfig:
         'features=int4,weights=msfp12,activations=int4,output_gradient=int4'
     """
 
-    bits: int
-    granularity: str
-    rounding: str
-    fmt: Format | None
-    save: str | Blocks
-    keep_fp32: tuple[str, ...]
-    block_size: int
-    components: Mapping[str, Format | None]
+    bits: int = None  # type: ignore[assignment]  # that of the format, or 8
+    granularity: str = "row"
+    rounding: str = "stochastic"
+    fmt: Format | None = None
+    save: str | Blocks = "int8"
+    keep_fp32: tuple[str, ...] = ()
+    block_size: int = field(default=128, kw_only=True)
+    components: Mapping[str, Format | None] = field(default=_Components(), kw_only=True)
     # Handed on by 'dataclasses.replace', which gives every field: only what differs from these was asked for.
-    _before: tuple[int, Format | None] | None = field(repr=False, compare=False)
-    _formats: dict[str, Format | None] = field(init=False, repr=False, compare=False)  # of all components
+    _before: tuple[int, Format | None] | None = field(default=None, repr=False, compare=False, kw_only=True)
 
-    def __init__(
-        self,
-        bits: int | None = None,
-        granularity: str = "row",
-        rounding: str = "stochastic",
-        fmt: Format | str | None = None,
-        save: str | Blocks = "int8",
-        keep_fp32: Sequence[str] = (),
-        *,
-        block_size: int = 128,
-        components: Mapping[str, Format | str | None] = _Components({}),
-        _before: tuple[int, Format | None] | None = None,
-    ) -> None:
-        bits, fmt = _width_and_format(bits, _checked_format("'fmt'", fmt), _before)
-        for name, value, choices in (("granularity", granularity, GRANULARITIES), ("rounding", rounding, ROUNDINGS)):
-            if value not in choices:
-                raise ValueError(f"'QConfig' expects '{name}' to be one of {choices} (got {value!r})")
-        if not isinstance(save, Blocks) and save not in SAVES:
-            error = ValueError if isinstance(save, str) else TypeError
-            raise error(f"'QConfig' expects 'save' to be one of {SAVES} or qgnn.formats.Blocks (got {save!r})")
-        if not isinstance(keep_fp32, (tuple, list)) or not all(isinstance(name, str) for name in keep_fp32):
-            raise TypeError(f"'QConfig' expects 'keep_fp32' to be a tuple of module names (got {keep_fp32!r})")
-        if isinstance(block_size, bool) or not isinstance(block_size, int):
-            raise TypeError(f"'QConfig' expects 'block_size' to be an int (got {type(block_size).__name__})")
-        if block_size < 2 or block_size > 1 << 16 or block_size & (block_size - 1):
-            raise ValueError(f"'QConfig' expects 'block_size' to be a power of two from 2 to 65536 (got {block_size})")
-        named = _checked_components(components)
+    if TYPE_CHECKING:  # arguments may be names, which fields are not
+
+        def __init__(
+            self,
+            bits: int | None = None,
+            granularity: str = "row",
+            rounding: str = "stochastic",
+            fmt: Format | str | None = None,
+            save: str | Blocks = "int8",
+            keep_fp32: Sequence[str] = (),
+            *,
+            block_size: int = 128,
+            components: Mapping[str, Format | str | None] = ...,
+            _before: tuple[int, Format | None] | None = None,
+        ) -> None: ...
+
+        @property
+        def _formats(self) -> dict[str, Format | None]: ...  # of all components
+
+    def __post_init__(self) -> None:
+        bits, fmt = _width_and_format(self.bits, _checked_format("'fmt'", self.fmt), self._before)
+        for name, choices in (("granularity", GRANULARITIES), ("rounding", ROUNDINGS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"'QConfig' expects '{name}' to be one of {choices} (got {getattr(self, name)!r})")
+        if not isinstance(self.save, Blocks) and self.save not in SAVES:
+            error = ValueError if isinstance(self.save, str) else TypeError
+            raise error(f"'QConfig' expects 'save' to be one of {SAVES} or qgnn.formats.Blocks (got {self.save!r})")
+        if not isinstance(self.keep_fp32, (tuple, list)) or not all(isinstance(name, str) for name in self.keep_fp32):
+            raise TypeError(f"'QConfig' expects 'keep_fp32' to be a tuple of module names (got {self.keep_fp32!r})")
+        if isinstance(self.block_size, bool) or not isinstance(self.block_size, int):
+            raise TypeError(f"'QConfig' expects 'block_size' to be an int (got {type(self.block_size).__name__})")
+        if self.block_size < 2 or self.block_size > 1 << 16 or self.block_size & (self.block_size - 1):
+            raise ValueError(
+                f"'QConfig' expects 'block_size' to be a power of two from 2 to 65536 (got {self.block_size})"
+            )
+        named = _checked_components(self.components)
         formats = {**dict.fromkeys(OPERANDS, fmt or Int(bits)), **dict.fromkeys(RESULTS), **named}
         shared = _shared_integer(formats)
         if named and shared is not None:  # the width that fused kernels read
             bits, fmt = shared.bits, fmt and shared
-        values = {
-            **{"bits": bits, "granularity": granularity, "rounding": rounding, "fmt": fmt, "save": save},
-            **{"keep_fp32": tuple(keep_fp32), "block_size": block_size, "components": named},
-            **{"_before": (bits, fmt), "_formats": formats},
-        }
-        for key, kept in values.items():
-            object.__setattr__(self, key, kept)
-        if isinstance(save, Blocks) and not self.is_integer:
+        checked = {"bits": bits, "fmt": fmt, "keep_fp32": tuple(self.keep_fp32), "components": named}
+        for key, value in {**checked, "_before": (bits, fmt), "_formats": formats}.items():
+            object.__setattr__(self, key, value)
+        if isinstance(self.save, Blocks) and not self.is_integer:
             raise ValueError(
                 f"'QConfig' expects save='int8' or 'fp32' where operands have other formats than one symmetric integer "
-                f"(got {save!r}): products of these keep packed blocks"
+                f"(got {self.save!r}): products of these keep packed blocks"
             )
 
     @classmethod
@@ -181,7 +180,7 @@ class QConfig:
 
     def format_of(self, component: str) -> Format | None:
         """The format of a component, one of :data:`COMPONENTS`; ``None`` for full precision."""
-        if component not in self._formats:
+        if component not in COMPONENTS:
             raise ValueError(f"'QConfig' has the components {COMPONENTS} (got {component!r})")
         return self._formats[component]
 
@@ -258,10 +257,10 @@ def _width_and_format(
     bits: int | None, fmt: Format | None, before: tuple[int, Format | None] | None
 ) -> tuple[int, Format | None]:
     """The width and the format, one of which may follow from the other."""
-    if before is not None and fmt is not None:
-        if bits == before[0]:
+    if before is not None:
+        if bits == before[0] and fmt != before[1]:
             bits = None
-        elif bits is not None and fmt == before[1]:
+        elif bits not in (None, before[0]) and fmt is not None and fmt == before[1]:
             fmt = fmt.with_bits(bits)
     if fmt is None:
         return Int(8 if bits is None else bits).bits, None

@@ -66,7 +66,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     num_codes = codes.shape[-1]
     num_groups = -(-num_codes // 8)
     kind = torch.uint8 if bits <= 8 else torch.int32
-    whole = torch.nn.functional.pad(codes.to(kind), (0, -num_codes % 8)).contiguous()
+    whole = _padded(codes.to(kind), -num_codes % 8)
     groups = whole.unflatten(-1, (num_groups, 8))
     stored = _pack_narrow(groups, bits) if bits < 8 else groups if bits == 8 else _pack_wide(groups, bits)
     return stored.flatten(-2)[..., : packed_bytes(num_codes, bits)]
@@ -85,10 +85,14 @@ def unpack(stored: Tensor, bits: int, num_codes: int) -> Tensor:
         - **output:** ``[..., num_codes]``, uint8 up to 8 bits, int32 above
     """
     num_groups = -(-num_codes // 8)
-    whole = torch.nn.functional.pad(stored, (0, num_groups * bits - stored.shape[-1])).contiguous()
+    whole = _padded(stored, num_groups * bits - stored.shape[-1])
     groups = whole.unflatten(-1, (num_groups, bits))
     codes = _unpack_narrow(groups, bits) if bits < 8 else groups if bits == 8 else _unpack_wide(groups, bits)
     return codes.flatten(-2)[..., :num_codes]
+
+
+def _padded(rows: Tensor, num_zeros: int) -> Tensor:
+    return (torch.nn.functional.pad(rows, (0, num_zeros)) if num_zeros else rows).contiguous()
 
 
 # Codes of less than 8 bits go eight at a time, as the lanes of a 64-bit word: twice as wide and half as many in each of

@@ -108,7 +108,7 @@ class QTensor:
             ValueError: If codes or scales lie along the rows, or a step leaves some out.
         """
         layout = self.layout
-        if not self.has_parts or rows.step not in (None, 1):
+        if not isinstance(rows, slice) or not self.has_parts or rows.step not in (None, 1):
             raise ValueError(f"'part' expects consecutive rows of codes along the columns (got {rows} of {self!r})")
         rows = slice(*rows.indices(int(self.shape[0])))
         if layout is not None:
@@ -119,7 +119,7 @@ class QTensor:
 
         storage, scales, zero = self.storage[rows], cut(self.scales), cut(self.zero)
         assert scales is not None
-        return replace(self, storage=storage, scales=scales, zero=zero, origin=None, columns=None, layout=layout)
+        return replace(self.with_tensors(storage, scales, zero), layout=layout)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -100,16 +100,22 @@ def rounding_from(generator: torch.Generator) -> Iterator[None]:
     """Within the block, seeds of rounding that nobody gave come from ``generator``, not from torch's default one.
 
     Everything else that is random, dropout above all, is then the same whatever is rounded: runs in several formats
-    differ by their formats alone.
+    differ by their formats alone. :func:`qgnn.compress_activations` has a generator of its own. Eager code only: within
+    the block compiled functions that round raise, since they cannot take a generator.
 
     Args:
         generator: Of the device that is computed on.
+
+    Raises:
+        TypeError: If it is no :class:`torch.Generator`.
 
     Example:
         >>> with qgnn.rng.rounding_from(torch.Generator().manual_seed(1)):
         ...     train(model)
     """
     global _rounding_generator
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(f"'rounding_from' expects a torch.Generator (got {type(generator).__name__})")
     before, _rounding_generator = _rounding_generator, generator
     try:
         yield

@@ -2,8 +2,9 @@
 
 import copy
 import inspect
+import json
 import pickle
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, asdict, dataclass, replace
 
 import pytest
 
@@ -87,7 +88,8 @@ def test_a_replaced_width_or_format_brings_the_other_along() -> None:
     assert replace(QConfig(4), fmt=MSFP(6)) == QConfig(fmt=MSFP(6))
     assert replace(QConfig(fmt=MSFP(3)), bits=6) == QConfig(fmt=MSFP(5))
     assert replace(replace(QConfig(fmt=FixedPoint(4)), bits=12), fmt=Int(3)) == QConfig(fmt=Int(3))
-    assert replace(QConfig(fmt=FixedPoint(4)), fmt=None) == QConfig(4)
+    assert replace(QConfig(fmt=FixedPoint(12)), fmt=None) == QConfig(8)
+    assert replace(QConfig(fmt=FixedPoint(12)), bits=4, fmt=None) == replace(QConfig(4), fmt=None) == QConfig(4)
     assert replace(QConfig(6), rounding="nearest") == QConfig(6, rounding="nearest")
     assert replace(QConfig(fmt=Int(4)), bits=6, fmt=MSFP(5)) == QConfig(fmt=MSFP(5))
     assert replace(copy.deepcopy(QConfig(fmt=Int(4))), fmt=Int(6)).bits == 6
@@ -130,7 +132,7 @@ def test_components_are_part_of_a_value_whatever_their_order() -> None:
     assert config != QConfig()
     assert replace(config, rounding="nearest").components == config.components == formats
     assert list(config.components) == ["features", "messages"]
-    with pytest.raises(TypeError, match="item assignment"):
+    with pytest.raises(TypeError, match="cannot be changed; make another one"):
         config.components["weights"] = None
     formats["features"] = Int(8)
     assert config.format_of("features") == Int(4), "a dict that changes later does not change a config"
@@ -239,3 +241,18 @@ def test_products_take_no_blocks() -> None:
     check_config(QConfig(granularity="block"), "quantize")
     with pytest.raises(ValueError, match=r"'linear' expects granularity 'row' or 'tensor' \(got 'block'\); scales of"):
         check_product_config(QConfig(granularity="block"), "linear")
+
+
+def test_a_config_is_a_plain_dataclass() -> None:
+    config = QConfig(4, keep_fp32=("lin",))
+    assert QConfig(**json.loads(json.dumps(asdict(config)))) == config
+
+    @dataclass(frozen=True)
+    class Named(QConfig):
+        title: str = ""
+
+    named = Named(components={"weights": "int4"}, title="mine")
+    assert named.format_of("weights") == Int(4)
+    assert replace(named, rounding="nearest").title == "mine"
+    with pytest.raises(ValueError, match="expects 'bits' from 2 to 8"):
+        Named(bits=9)

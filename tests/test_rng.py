@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qgnn import rng
+from qgnn import QConfig, functional, rng
+from qgnn.formats import Blocks
+from qgnn.rng import make_rounding_seed, make_seed, rounding_from
 from statistics_checks import assert_plausible, correlation_z, pair_uniformity_z, uniformity_z, z_limit
 
 M32, M64 = 2**32 - 1, 2**64 - 1
@@ -310,3 +312,41 @@ def test_hash_avalanche() -> None:
         changed = hashes ^ rng.counter_hash(counters ^ signed(1 << bit), seed)
         flipped = (changed >> out_bit & 1).double().mean(1)
         assert (flipped - 0.5).abs().max() < limit, f"bit {bit} of the counter"
+
+
+def test_rounding_draws_from_its_own_generator_and_dropout_does_not() -> None:
+    x, weight = torch.randn(8, 16), torch.randn(4, 16, requires_grad=True)
+    configs = [QConfig(), QConfig(fmt="msfp12"), QConfig(rounding="nearest", save=Blocks(2))]
+
+    def draw(config: QConfig) -> None:
+        functional.linear(x, weight, config=config).sum().backward()
+        functional.activation(x, dropout=0.5)
+
+    torch.manual_seed(0)
+    draw(QConfig())
+    assert not torch.equal(torch.get_rng_state(), _state_behind_dropout_alone(x)), "else nothing below could fail"
+    generator = torch.Generator().manual_seed(1)
+    for config in configs:
+        before = generator.get_state()
+        with rounding_from(generator):
+            torch.manual_seed(0)
+            draw(config)
+        assert not torch.equal(generator.get_state(), before)
+        assert torch.equal(torch.get_rng_state(), _state_behind_dropout_alone(x))
+
+
+def _state_behind_dropout_alone(x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    functional.activation(x, dropout=0.5)
+    return torch.get_rng_state()
+
+
+def test_rounding_from_ends_with_its_block_and_takes_nothing_else() -> None:
+    with pytest.raises(ZeroDivisionError), rounding_from(torch.Generator()):
+        _ = 1 / 0
+    torch.manual_seed(3)
+    first = make_rounding_seed(None, torch.device("cpu"))
+    torch.manual_seed(3)
+    assert torch.equal(make_seed(), first), "again from the default generator"
+    with pytest.raises(TypeError, match=r"'rounding_from' expects a torch.Generator \(got int\)"), rounding_from(5):
+        pass

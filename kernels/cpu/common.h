@@ -1,7 +1,7 @@
 /* What the native kernels share: exports, index types, the split of rows over threads, and the rounding rule.
  *
  * Every exported function returns nothing, takes pointers, int64_t and float only, and ends with the number of threads:
- * library.py passes arguments by these rules. The rounding rule and its random bits are those of qgnn/formats.py and
+ * library.py passes arguments by these rules. The rounding rule and its random bits are those of qgnn/rounding.py and
  * qgnn/rng.py, bit for bit; the file must be compiled without contraction and without -ffast-math.
  */
 #ifndef QGNN_COMMON_H

@@ -109,7 +109,8 @@ def check_scheme(scheme: Scheme, name: str, recipe: Recipe, by_graph: bool) -> N
 def components_of(name: str, recipe: Recipe, by_graph: bool) -> frozenset[str]:
     """The components of :class:`qgnn.QConfig` that occur in the quantized layers of a model."""
     missing = set() if name == "gat" else {"attention"}
-    if recipe.layers == (1 if by_graph else 2):  # one layer is quantized, and reads features
+    # Where one layer is quantized, it reads features; GIN's has a second product, of activations.
+    if name != "gin" and recipe.layers == (1 if by_graph else 2):
         missing.add("activations")
     return frozenset(COMPONENTS) - missing
 

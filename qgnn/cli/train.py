@@ -22,6 +22,7 @@ from qgnn.cli.recipe import Recipe, num_edges_of, recipe_for
 from qgnn.cli.run import Run, train_run
 from qgnn.cli.scheme import Scheme
 from qgnn.cli.task import Task, make_task
+from qgnn.cli.values import SEED
 from qgnn.data import DatasetError, GraphSet, load, load_graphs
 from qgnn.data.datasets import GRAPH_ENTRIES, key
 
@@ -41,6 +42,10 @@ def train(options: argparse.Namespace) -> None:
             check_writable(flag, Path(path))
     if options.plot is not None:
         check_plot(Path(options.plot))
+    try:
+        SEED(options.seed + options.seeds - 1)
+    except ValueError as error:
+        raise UsageError(f"the last seed of --seed {options.seed} --seeds {options.seeds}: {error}") from error
     by_graph = key(options.dataset) in GRAPH_ENTRIES
     check_fit(options, recipe_for(options, None if by_graph else 0), by_graph)
     schemes = combine(options)

@@ -14,7 +14,7 @@ from torch import Tensor
 from qgnn.compressed_tensor import CompressedTensor
 from qgnn.formats import Blocks
 from qgnn.functional.blocks import decompress, pack
-from qgnn.rng import make_seed
+from qgnn.rng import make_rounding_seed
 
 
 class GradientAccumulator:
@@ -160,7 +160,7 @@ class GradientAccumulator:
         assert total is not None
         parameter.grad = None
         coded = total.numel() >= self.min_size
-        self._sums[name] = pack(total.float(), self.blocks, make_seed(device=total.device)) if coded else total
+        self._sums[name] = pack(total.float(), self.blocks, make_rounding_seed(None, total.device)) if coded else total
 
     def _sum(self, name: str, grad: Tensor | None) -> Tensor | None:
         """The sum with a further gradient, in at least fp32: beside a large sum a half type loses small gradients."""

@@ -22,7 +22,7 @@ from qgnn import ops
 from qgnn.autocast import without_autocast
 from qgnn.config import QConfig
 from qgnn.formats import Format
-from qgnn.functional._operands import Operand, decoded, operand_of, product, round_rows, rows_of, stream_of
+from qgnn.functional._operands import Operand, operand_of, product, round_rows, rows_of, stream_of
 from qgnn.packing import CHUNK, Layout, row_parts
 from qgnn.qtensor import QTensor
 
@@ -249,16 +249,15 @@ def _input_grad(g: Operand, weight: Tensor, plan: Plan, seed: Tensor | None) -> 
 
 def _weight_grad(grad: Tensor, g: Operand, kept: _Kept, plan: Plan, seed: Tensor | None) -> Tensor:
     """``dw = g^T x`` ``[M, K]``, of ``grad`` and its rounded rows ``g``."""
-    if kept.codes is not None and g.scale is not None:
-        x = operand_of(kept.codes)
-        if x.scale is not None:
-            name = g.name if g.name == x.name else f"{g.name} x {x.name}"
-            dw = ops.matmul_codes_dw(g.codes, g.scale, x.codes, x.scale, name)
-            return _rounded_weight_grad(dw, plan, seed)
+    x = None if kept.codes is None else operand_of(kept.codes)
+    if x is not None and x.scale is not None and g.scale is not None:
+        name = g.name if g.name == x.name else f"{g.name} x {x.name}"
+        dw = ops.matmul_codes_dw(g.codes, g.scale, x.codes, x.scale, name)
+        return _rounded_weight_grad(dw, plan, seed)
     gt = round_rows(grad.t(), plan.grad, plan.granularity, stream_of(seed, _GRAD_T))
     columns = kept.columns
-    if kept.codes is not None:
-        dw = product(gt, Operand(kept.codes.name, values=decoded(kept.codes).t()), None, "backward_dw")
+    if x is not None:
+        dw = product(gt, Operand(x.name, values=x.decoded().t()), None, "backward_dw")
     elif columns is not None:
         dw = _by_parts(columns, 1, lambda rows: product(gt, rows, None, "backward_dw"))
     else:

@@ -10,7 +10,7 @@ from qgnn.config import QConfig
 from qgnn.formats import Blocks
 from qgnn.functional.blocks import MANY, edges_of, pack, with_block_size
 from qgnn.qtensor import QTensor
-from qgnn.rng import make_seed
+from qgnn.rng import make_rounding_seed
 
 
 def packed_rows(x: Tensor, blocks: Blocks, seed: int | Tensor | None) -> ops.Packed:
@@ -19,7 +19,7 @@ def packed_rows(x: Tensor, blocks: Blocks, seed: int | Tensor | None) -> ops.Pac
     A length of blocks that is left open is that for large tensors: a compiler does not know the number of rows.
     """
     blocks = with_block_size(blocks, MANY)
-    seed = make_seed(seed, x.device)
+    seed = make_rounding_seed(seed, x.device)
     c = pack(x, blocks, seed)
     return ops.Packed(c.packed, c.low, c.step, edges_of(blocks, x.device), seed, blocks.bits, c.columns)
 

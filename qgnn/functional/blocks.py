@@ -15,7 +15,7 @@ from qgnn.bins import best_block_size, optimal_bins
 from qgnn.compressed_tensor import CompressedTensor
 from qgnn.formats import Blocks
 from qgnn.functional._checks import check_float
-from qgnn.rng import make_seed
+from qgnn.rng import make_rounding_seed
 from qgnn.weak_cache import lasting
 
 MANY = 1 << 30  # values of a large tensor
@@ -74,7 +74,7 @@ def compress(
             f"'compress' expects 'x' with at least two dimensions for a 'projection' of the last one (got "
             f"{list(x.shape)}); give projection=None"
         )
-    return pack(x, blocks, make_seed(seed, x.device))
+    return pack(x, blocks, make_rounding_seed(seed, x.device))
 
 
 def pack(x: Tensor, blocks: Blocks, seed: Tensor | None) -> CompressedTensor:

@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from numbers import Real
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def select_bits(
         5
     """
     check_form("select_bits", form)
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+    if isinstance(threshold, bool) or not isinstance(threshold, Real):
         raise TypeError(f"'select_bits' expects 'threshold' to be a number (got {threshold!r})")
     if not threshold >= 0:
         raise ValueError(

@@ -80,6 +80,10 @@ def error_of(code: int, capsys: pytest.CaptureFixture[str]) -> str:
             ["--precision", "int8:attention"],
             "expects a component that the model has: of gcn with 2 layers, these are fe",
         ),
+        (
+            ["--seed", "18446744073709551615", "--seeds", "2"],
+            "the last seed of --seed 18446744073709551615 --seeds 2: ",
+        ),
         (["--seed", "18446744073709551616"], "--seed: expected a whole number from 0 to 18446744073709551615 (got 184"),
     ],
 )

@@ -115,10 +115,13 @@ def test_columns_are_those_of_all_runs_whichever_are_recorded(tmp_path: Path) ->
 def test_a_parquet_table_has_the_rows(tmp_path: Path) -> None:
     from pyarrow import parquet
 
-    runs = [run_of("int8", seed=seed) for seed in (0, 1)]
+    runs = [run_of("int8", seed=seed, lr=0.5) for seed in (0, (1 << 64) - 1)]
     lines = {run.key: LINES | {"result": fake(run)} for run in runs}
     write_table(tmp_path / "t.parquet", runs, lines)
-    assert parquet.read_table(tmp_path / "t.parquet").to_pylist() == rows_of(runs, lines)
+    table = parquet.read_table(tmp_path / "t.parquet")
+    assert table.to_pylist() == rows_of(runs, lines)
+    write_table(tmp_path / "t.parquet", runs, {})
+    assert parquet.read_table(tmp_path / "t.parquet").schema == table.schema, "the same whatever is recorded"
 
 
 SPEC = "[sweep]\ndatasets=['photo']\nformats=['fp32', 'int8']\ncomponents=['all', 'weights']\nseeds=2\n"

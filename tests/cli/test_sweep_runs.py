@@ -1,6 +1,7 @@
 """What a run of a sweep trains: the scheme that it names, beside a baseline that differs in its formats alone."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from qgnn.cli.recipe import Recipe
 from qgnn.cli.run import paired_run, train_run
 from qgnn.cli.scheme import UNQUANTIZED, Scheme
 from qgnn.cli.sweep.run_spec import scheme_of
-from qgnn.cli.task import Task, make_task
+from qgnn.cli.task import GraphTask, Task, make_task
 from qgnn.config import COMPONENTS, QConfig
+from qgnn.data import load_graphs
 from qgnn.formats import MSFP, Int
+from tu_files import write_tu
 
 CPU = torch.device("cpu")
 RECIPE = Recipe(hidden=8, layers=3, epochs=3, dropout=0.5, input_dropout=True)
@@ -64,9 +67,23 @@ def test_rounding_follows_from_the_seed(task: Task) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "layers"), [("gcn", 2), ("gcn", 3), ("sage", 3), ("gat", 2), ("gin", 3), ("gcn2", 4)]
+    ("model", "layers"), [("gcn", 2), ("gcn", 3), ("sage", 3), ("gat", 2), ("gin", 2), ("gin", 3), ("gcn2", 4)]
 )
 def test_a_component_changes_a_model_that_has_it_and_no_other(task: Task, model: str, layers: int) -> None:
+    check_components(task, model, layers)
+
+
+@pytest.mark.parametrize(("model", "layers"), [("gcn", 1), ("gcn", 2), ("gat", 1), ("gin", 1)])
+def test_a_component_changes_a_model_of_graphs_that_has_it(tmp_path: Path, model: str, layers: int) -> None:
+    write_tu(tmp_path / "MUTAG" / "raw", "MUTAG", [1] * 30 + [-1] * 20)
+    task = make_task(load_graphs("mutag", tmp_path), CPU)
+    assert isinstance(task, GraphTask)
+    for part in task.parts:
+        part.x = torch.rand(part.x.shape)  # in place of zeros and ones, which any format holds
+    check_components(task, model, layers)
+
+
+def check_components(task: Task, model: str, layers: int) -> None:
     recipe = replace(RECIPE, layers=layers, dropout=0.0)
     exact = paired_run(task, recipe, UNQUANTIZED, 0, CPU, model).final_loss
     changing = {
@@ -74,4 +91,4 @@ def test_a_component_changes_a_model_that_has_it_and_no_other(task: Task, model:
         for component in COMPONENTS
         if paired_run(task, recipe, scheme_of("int2", component, "none", "nearest"), 0, CPU, model).final_loss != exact
     }
-    assert changing == components_of(model, recipe, by_graph=False)
+    assert changing == components_of(model, recipe, task.by_graph)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 from qgnn.cli.errors import UsageError
-from qgnn.cli.sweep.table import Panel
+from qgnn.cli.sweep.table import Panel, standard_error
 
 
 def write_plot(path: Path, panels: Sequence[Panel]) -> bool:
@@ -36,12 +36,12 @@ def write_plot(path: Path, panels: Sequence[Panel]) -> bool:
                 [at + (number - (len(panel.components) - 1) / 2) * width for at, _ in drops],
                 [mean(points) for _, points in drops],
                 width,
-                yerr=[stdev(points) if len(points) > 1 else 0.0 for _, points in drops],
+                yerr=[standard_error(points) or 0.0 for _, points in drops],
                 label=component,
                 error_kw={"elinewidth": 0.8},
             )
         axes.set_xticks(range(len(panel.labels)), panel.labels, rotation=40, ha="right", rotation_mode="anchor")
-        axes.set_ylabel("accuracy drop (points)")
+        axes.set_ylabel("accuracy drop (points), standard error")
         axes.set_title(panel.title, fontsize=10)
         axes.axhline(0, color="black", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)

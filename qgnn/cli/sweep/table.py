@@ -82,12 +82,7 @@ def write_table(path: Path, runs: Sequence[RunSpec], recorded: dict[str, Row]) -
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if path.suffix == ".parquet":
-            from pyarrow import Table as ArrowTable
-            from pyarrow import parquet
-
-            parquet.write_table(
-                ArrowTable.from_pydict({name: [row[name] for row in rows] for name in columns}), partial
-            )
+            _write_parquet(partial, columns, rows)
         else:
             with partial.open("w", newline="", encoding="utf-8") as file:
                 writer = csv.DictWriter(file, columns, lineterminator="\n")
@@ -97,6 +92,17 @@ def write_table(path: Path, runs: Sequence[RunSpec], recorded: dict[str, Row]) -
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise UsageError(f"the table {str(path)!r} could not be written ({error.strerror})") from error
+
+
+def _write_parquet(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
+    """Columns have the same types whatever is recorded."""
+    import pyarrow
+    from pyarrow import parquet
+
+    whole = {"seed": pyarrow.uint64(), **dict.fromkeys(("best_epoch", "epochs", "hidden", "layers"), pyarrow.int64())}
+    real = dict.fromkeys(("test_acc", "final_loss", "mean_bits", "dropout", "lr", "weight_decay"), pyarrow.float64())
+    types = [(name, (whole | real).get(name, pyarrow.string())) for name in columns]
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows), pyarrow.schema(types)), path)
 
 
 class Cell(NamedTuple):
