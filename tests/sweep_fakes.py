@@ -146,6 +146,7 @@ def interrupt(path: Path, number: int) -> int:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell started the tests without one
     codes: dict[str, Any] = {"kills": kill_and_resume(folder / "kills.jsonl", int(sys.argv[2]))}
     for number in (signal.SIGINT, signal.SIGTERM):
         codes[str(int(number))] = interrupt(folder / f"{int(number)}.jsonl", number)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,6 +159,15 @@ def at_start(monkeypatch: pytest.MonkeyPatch, strike: Callable[[int], Any]) -> N
     monkeypatch.setattr(pool, "_Worker", Struck)
 
 
+@pytest.fixture
+def _ctrl_c() -> Iterator[None]:
+    """A shell that starts the tests in the background may have turned it off."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c")
 @pytest.mark.parametrize(("number", "stop"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_signal_while_processes_start_ends_the_sweep(
     monkeypatch: pytest.MonkeyPatch, number: int, stop: type[BaseException]
