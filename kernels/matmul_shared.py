@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from qgnn.kernels import tuning
-from qgnn.kernels.memory import column_offsets, common_unit
+from qgnn.kernels.memory import VECTOR_BYTES, column_offsets, common_unit, readable_width
 from qgnn.kernels.rounding import NAN_EXPONENT, int8_to_fp16
 from torch import Tensor
 
@@ -36,7 +36,10 @@ def _factor(exponent, shift):
     return tl.where(exponent == NAN_EXPONENT, float("nan"), factor)
 
 
-@triton.jit(do_not_specialize=["N", "K_UNITS", "words", "fraction_bits"])
+@triton.jit(
+    do_not_specialize=["N", "K_UNITS", "words", "fraction_bits"],
+    do_not_specialize_on_alignment=["stride_xn", "stride_wm"],
+)
 def _matmul_shared_kernel(
     # outputs
     out_ptr,
@@ -71,8 +74,8 @@ def _matmul_shared_kernel(
     """One program owns a [BLOCK_N, BLOCK_M] tile of the output and walks along the blocks, four in each step. Programs
     walk along output rows first, so that those which read the same rows of ``x`` run together.
 
-    Along the nodes of sampled batches ``K`` is always another number: it is ``K_UNITS * K_UNIT``. ``FEW_WORDS`` is the
-    number of words where a constant shortens the code, else 0."""
+    Along the nodes of sampled batches ``K`` is always another number: it is ``K_UNITS * K_UNIT``, in units of 16 or 1.
+    ``FEW_WORDS`` is the number of words where a constant shortens the code, else 0."""
     NUM_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     K = K_UNITS * K_UNIT
     num_words = FEW_WORDS if FEW_WORDS > 0 else words
@@ -139,9 +142,12 @@ def matmul_shared(
     with torch.cuda.device_of(x_q):
         x_words, w_words = _words(x_exponent), _words(w_exponent)
         config = tuning.matmul_shared(block_size, M)
+        width = readable_width(x_q)
+        if K % VECTOR_BYTES and width % VECTOR_BYTES == 0:  # whole vectors: codes beyond K meet zeros
+            K, w_q = width, torch.nn.functional.pad(w_q, (0, width - K))
         k_unit = 1
-        if x_q.stride(1) == w_q.stride(1) == 1:
-            k_unit = common_unit(K, x_q.stride(0), w_q.stride(0))
+        if x_q.stride(1) == w_q.stride(1) == 1 and common_unit(K, x_q.stride(0), w_q.stride(0)) == VECTOR_BYTES:
+            k_unit = VECTOR_BYTES
         _matmul_shared_kernel[(triton.cdiv(N, config["BLOCK_N"]) * triton.cdiv(M, config["BLOCK_M"]),)](
             out_ptr=out,
             x_ptr=x_q,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from qgnn.kernels import tuning
 from qgnn.kernels.blocks_tile import flip_order
-from qgnn.kernels.memory import column_offsets, common_unit, empty_codes
+from qgnn.kernels.memory import VECTOR_BYTES, column_offsets, common_unit, empty_codes
 from qgnn.kernels.rounding import NAN_EXPONENT, load_seed, power_of_two, random_bits16
 from torch import Tensor
 
@@ -26,6 +26,9 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)
 _LOWEST = tl.constexpr(-(2**31))
 _HIGHEST = tl.constexpr(2**31 - 1)
 _INTEGER = tl.constexpr(2.0**23)  # from here on all floats are integers
+# Of narrower rows all units up to 16 are told apart: the widths are a model's, and in single values each would take up
+# to twice as many instructions. Wider rows lie along the nodes of sampled batches: all widths are two kernels.
+_MAX_FEATURES = 1024
 
 
 @triton.jit
@@ -56,7 +59,7 @@ def shared_exponent(absmax_bits, ROUND_UP: tl.constexpr, MAX_EXPONENT: tl.conste
     return tl.where(absmax_bits < _INFINITY_BITS, tl.minimum(shared, 254), NAN_EXPONENT)
 
 
-@triton.jit(do_not_specialize=["R", "C_UNITS", "stream"])
+@triton.jit(do_not_specialize=["R", "C_UNITS", "stream"], do_not_specialize_on_alignment=["stride_xr"])
 def _quantize_grid_kernel(
     # outputs
     y_ptr,
@@ -203,6 +206,8 @@ def _launch(y: Tensor, exponent: Tensor | None, x: Tensor, grid: Any, seed: Tens
             R, stride_xr, stride_qr = triton.cdiv(size, C), C, C
         config = tuning.quantize_grid(C, group)
         unit, block_c = common_unit(C, stride_xr) if stride_xc == 1 else 1, config["BLOCK_C"]
+        if unit < VECTOR_BYTES and C > _MAX_FEATURES:
+            unit = 1
         num_programs = triton.cdiv(R, config["BLOCK_R"]) * triton.cdiv(C, block_c)
         _quantize_grid_kernel[(num_programs,)](
             y_ptr=y,

@@ -44,8 +44,8 @@ BUDGETS: dict[str, Budget] = {
     r"_matmul_requantize_kernel .*M256": Budget(27.5, 1.75, 1, on_sm_80=7.5),
     r"_matmul_requantize_kernel .*M64": Budget(31, 2, 1, on_sm_80=8.5),  # half the tile, the same scales
     # An output takes two factors (FMUL) and a sum a block; a thread of 32 outputs has 16 codes to cut in two, their way
-    # through shared memory to the tensor cores, and the factors of its rows and columns (10.2 to 10.8; on sm_100, whose
-    # products come by way of a memory of their own, 14.4 to 15.2). sm_80 converts the int32 sums slowly.
+    # through shared memory to the tensor cores, and the factors of its rows and columns (9.6 to 10.8; on sm_100, whose
+    # products come by way of a memory of their own, 13.9 to 15.2). sm_80 converts the int32 sums slowly.
     r"_matmul_shared_kernel .*G16": Budget(16.7, 0.1, 0),
     r"_matmul_shared_kernel .*G32": Budget(16.4, 0.4, 0, on_sm_80=1),
     # The hash of dropout comes to that of rounding: 1.5 more a value, and 4 for the mask's bits (22.7 to 31.3).

@@ -57,6 +57,7 @@ def _source(kernel: JITFunction, kwargs: dict[str, Any]) -> tuple[ASTSource, dic
         else:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             aligned = value % 16 == 0 and not parameter.do_not_specialize
+            aligned &= not parameter.do_not_specialize_on_alignment
         if aligned:
             attributes[(position,)] = [["tt.divisibility", 16]]
     options = {name: value for name, value in kwargs.items() if name not in signature}

@@ -110,8 +110,9 @@ INLINE int64_t pairs_per_row(int64_t F) {
 INLINE void hash_pairs(uint32_t *bits, uint64_t first, int64_t count, uint64_t seed) {
     const uint32_t low = (uint32_t)first, high = (uint32_t)(first >> 32);
     const uint32_t k0 = (uint32_t)seed + high * 0x9E3779B9u, k1 = (uint32_t)(seed >> 32) ^ (high * 0x85EBCA6Bu);
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t h = (low + (uint32_t)i) * 0x9E3779B9u + k0;
+    uint32_t step = low * 0x9E3779B9u + k0;
+    for (int64_t i = 0; i < count; i++, step += 0x9E3779B9u) {
+        uint32_t h = step;
         h = (h ^ (h >> 16)) * 0x7FEB352Du;
         h = (h ^ (h >> 15) ^ k1) * 0x846CA68Bu;
         bits[i] = h ^ (h >> 16);

@@ -1,23 +1,14 @@
 /* Rounding of a matrix [R, C] to a grid whose blocks share a power of two, or to an affine one.
  * Oracle: qgnn.reference.quantize_dequantize, quantize_shared.
- *
- * Powers of two are made from their bits. A factor that a block shares may not be a normal number: it is applied as two.
  */
 
-#include "half.h"
+#include "grid.h"
+#include "transpose.h"
 
 /* Rows are read in pieces of PIECE columns. Those whose columns lie apart are copied in panels of so many rows, in
- * shorter pieces: what is adjacent in memory is then several lines of the cache. */
-enum { PIECE = ROUND_BLOCK, PANEL = 64, PANEL_PIECE = 128, PITCH = PANEL_PIECE + 16, LINE = 16 };
-
-/* What becomes of a value: an element that is an integer, its code alone, one with an exponent of its own, or one of
- * an affine grid. */
-enum { INTEGERS, CODES, FLOATS, AFFINE };
-
-typedef struct {
-    int64_t round_up, max_exponent, fraction_bits, mantissa_bits, min_exponent;
-    float low, high;
-} grid;
+ * shorter pieces, such that what is adjacent in memory is several lines of the cache. A band is some panels. */
+enum { PIECE = ROUND_BLOCK, PANEL = MAX_ROWS, BAND = 8 * PANEL, PANEL_PIECE = 128, PITCH = PANEL_PIECE + 16 };
+enum { MOST_BLOCKS = PIECE / 16 };
 
 typedef struct {
     void *y;
@@ -30,110 +21,16 @@ typedef struct {
     rounding rule;
 } task;
 
-/* Of magnitudes as bits the largest (`high`), or the order keys of the smallest and the largest value. */
-typedef struct {
-    int32_t low, high;
-} extrema;
-
-/* Powers of two: t = x * down0 * down1, y = element * up0 * up1. Affine: the offset and both steps. */
-typedef struct {
-    float down0, down1, up0, up1, low, inverse, step;
-    int is_poisoned;
-} block;
-
-/* ---- what a block shares ---- */
-
-INLINE extrema find_extrema(const float *x, int64_t n, const int kind) {
-    if (kind != AFFINE) return (extrema){.high = (int32_t)absmax_bits(x, n)};
-    extrema found = {INT32_MAX, INT32_MIN};
-    for (int64_t i = 0; i < n; i++) {
-        const int32_t key = order_key((int32_t)bits_of(x[i]));
-        found.low = key < found.low ? key : found.low;
-        found.high = key > found.high ? key : found.high;
-    }
-    return found;
-}
-
-/* The shared exponent + 127 of a block with this largest magnitude. */
-INLINE int64_t shared_exponent(uint32_t largest, const grid *g) {
-    if (largest >= 0x7F800000u) return NAN_EXPONENT;
-    /* Of a denormal all that matters is whether it rounds up to a normal number: below, the clamp decides. */
-    const uint32_t up = !g->round_up ? 0 : largest < 0x00800000u ? 0x003FFFFFu : 0x007FFFFFu;
-    return max_i64(0, min_i64((int64_t)((largest + up) >> 23) - g->max_exponent, 254));
+/* Where the exponent of the block lies that begins with column `first`. */
+INLINE uint8_t *exponent_at(const task *job, int64_t r, int64_t first) {
+    return job->exponent + r * ((job->C + job->group - 1) / job->group) + first / job->group;
 }
 
 INLINE block make_block(const task *job, int64_t r, int64_t first, extrema found, const int kind) {
-    const grid *g = &job->g;
-    block b;
-    if (kind == AFFINE) {
-        b.low = float_of((uint32_t)order_key(found.low));
-        const float width = float_of((uint32_t)order_key(found.high)) - b.low, levels = g->high - g->low;
-        b.inverse = width > 1e-30f ? levels / width : 0.0f;
-        b.step = width / levels;
-        b.is_poisoned = !(width < INFINITY); /* nor is it with an infinity or NaN */
-        return b;
-    }
-    const int64_t shared = shared_exponent((uint32_t)found.high, g);
-    if (kind == CODES) job->exponent[r * ((job->C + job->group - 1) / job->group) + first / job->group] = (uint8_t)shared;
-    const int64_t unit = shared - 127 - g->fraction_bits, half = unit >> 1;
-    b.down0 = power_of_two(-half);
-    b.down1 = power_of_two(half - unit);
-    b.up0 = power_of_two(half);
-    b.up1 = power_of_two(unit - half);
-    b.is_poisoned = shared == NAN_EXPONENT;
-    return b;
-}
-
-/* ---- elements ---- */
-
-INLINE float clamp(float x, float low, float high) {
-    x = x < low ? low : x;
-    return x > high ? high : x;
-}
-
-INLINE float round_one(float x, const random_bits *bits, int64_t i) {
-    if (!bits) return __builtin_rintf(x);
-    const float floor = __builtin_floorf(x);
-    return floor + ((int32_t)((x - floor) * 65536.0f) + (int32_t)bits->column[i] >= 65536 ? 1.0f : 0.0f);
-}
-
-/* The element of a value, in units of its block. */
-INLINE float element_of(float x, block b, grid g, const random_bits *bits, int64_t i, const int kind) {
-    if (kind == AFFINE) return clamp(round_one((x - b.low) * b.inverse, bits, i), 0.0f, g.high - g.low);
-    const float t = x * b.down0 * b.down1;
-    if (kind != FLOATS) return clamp(round_one(t, bits, i), g.low, g.high);
-    const int32_t own = (int32_t)(bits_of(t) >> 23 & 0xFF), least = (int32_t)g.min_exponent + 127;
-    const int32_t step = (own > least ? own : least) - (int32_t)g.mantissa_bits; /* its exponent + 127 */
-    const float rounded = round_one(t * float_of((uint32_t)(254 - step) << 23), bits, i);
-    return clamp(float_of((uint32_t)step << 23) * rounded, g.low, g.high);
-}
-
-/* Where the result of column k lies: codes, or fp32. */
-INLINE void *result_at(void *out, int64_t k, const int kind) {
-    return kind == CODES ? (void *)((int8_t *)out + k) : (void *)((float *)out + k);
-}
-
-/* n values of one block. Random bits count from `at`. */
-INLINE void round_part(
-    void *out, const float *restrict x, int64_t n, grid g, block b, const random_bits *bits, int64_t at, const int kind
-) {
-    if (kind == CODES) {
-        int8_t *restrict codes = out;
-        if (b.is_poisoned) memset(codes, 0, (size_t)n);
-        else
-#pragma GCC unroll 1 /* gcc unrolls a short loop before it has turned it into vectors, and then cannot */
-            for (int64_t i = 0; i < n; i++) codes[i] = (int8_t)element_of(x[i], b, g, bits, at + i, kind);
-        return;
-    }
-    float *restrict y = out;
-    if (b.is_poisoned)
-        for (int64_t i = 0; i < n; i++) y[i] = NAN;
-    else
-#pragma GCC unroll 1
-        for (int64_t i = 0; i < n; i++) {
-            const float element = element_of(x[i], b, g, bits, at + i, kind);
-            y[i] = kind == AFFINE ? element * b.step + b.low : element * b.up0 * b.up1;
-        }
+    if (kind == AFFINE) return make_affine(found, &job->g);
+    const int32_t shared = shared_exponent((uint32_t)found.high, &job->g);
+    if (kind == CODES) *exponent_at(job, r, first) = (uint8_t)shared;
+    return make_shared(shared, &job->g);
 }
 
 /* ---- pieces of rows ---- */
@@ -143,6 +40,9 @@ typedef float panel[PANEL * PITCH];
 
 INLINE int is_contiguous(const task *job) { return job->stride_column == 1; }
 
+/* Whether each column's values are adjacent, as in a transposed matrix. */
+INLINE int has_lines(const task *job) { return job->stride_row == 1 && !is_contiguous(job); }
+
 INLINE int64_t rows_of_panel(const task *job) { return is_contiguous(job) ? 1 : PANEL; }
 
 INLINE int64_t width_of_piece(const task *job) { return is_contiguous(job) ? PIECE : PANEL_PIECE; }
@@ -151,34 +51,59 @@ INLINE void copy_panel(
     float *restrict copy, const task *job, int64_t r, int64_t rows, int64_t first, int64_t n, const int type
 ) {
     const int64_t down = job->stride_row, right = job->stride_column, start = r * down + first * right;
-    if (right == 1) {
-        for (int64_t k = 0; k < n; k++) copy[k] = load_float(job->x, start + k, type);
-        return;
-    }
-    for (int64_t line = 0; line < n; line += LINE) /* columns of which all rows are read while they are in the cache */
-        for (int64_t i = 0; i < rows; i++)
-            for (int64_t k = line; k < min_i64(line + LINE, n); k++)
-                copy[i * PITCH + k] = load_float(job->x, start + k * right + i * down, type);
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t k = 0; k < n; k++) copy[i * PITCH + k] = load_float(job->x, start + k * right + i * down, type);
 }
 
 /* Columns first .. first + n of the rows of a panel, from r on: a copy, or where they lie. */
 static const float *values_of(float *copy, const task *job, int64_t r, int64_t rows, int64_t first, int64_t n) {
-    if (job->type == BF16) copy_panel(copy, job, r, rows, first, n, BF16);
+    if (is_contiguous(job)) return line_of(copy, job->x, job->type, r * job->stride_row + first, n);
+    if (has_lines(job))
+        copy_lines(copy, PITCH, job->x, job->type, r + first * job->stride_column, job->stride_column, rows, n);
+    else if (job->type == BF16) copy_panel(copy, job, r, rows, first, n, BF16);
     else if (job->type == FP16) copy_panel(copy, job, r, rows, first, n, FP16);
-    else if (is_contiguous(job)) return (const float *)job->x + r * job->stride_row + first;
     else copy_panel(copy, job, r, rows, first, n, FP32);
     return copy;
+}
+
+/* Whole blocks, of a `group` that is a constant: step by step for all of them, so that each step is made of vectors. */
+INLINE void round_whole_blocks(
+    const task *job, void *out, const float *x, int64_t r, int64_t first, int64_t n, const int64_t group,
+    const random_bits *bits, int64_t at, const int kind
+) {
+    const grid g = job->g;
+    const int64_t count = n / group;
+    uint32_t largest[MOST_BLOCKS], worst = 0;
+    int32_t shared[MOST_BLOCKS];
+    float down0[MOST_BLOCKS], down1[MOST_BLOCKS], up0[MOST_BLOCKS], up1[MOST_BLOCKS];
+    for (int64_t j = 0; j < count; j++) largest[j] = absmax_bits(x + j * group, group);
+    for (int64_t j = 0; j < count; j++) {
+        shared[j] = shared_exponent(largest[j], &g);
+        worst = largest[j] > worst ? largest[j] : worst;
+        const block b = make_shared(shared[j], &g);
+        down0[j] = b.down0, down1[j] = b.down1, up0[j] = b.up0, up1[j] = b.up1;
+    }
+    if (kind == CODES) {
+        uint8_t *exponent = exponent_at(job, r, first);
+        for (int64_t j = 0; j < count; j++) exponent[j] = (uint8_t)shared[j];
+    }
+    for (int64_t j = 0; j < count; j++) {
+        const block b = {.down0 = down0[j], .down1 = down1[j], .up0 = up0[j], .up1 = up1[j]};
+        round_part(result_at(out, j * group, kind), x + j * group, group, g, b, bits, at + j * group, kind);
+    }
+    for (int64_t j = 0; j < count && worst >= INFINITY_BITS; j++)
+        if (largest[j] >= INFINITY_BITS) poison(result_at(out, j * group, kind), group, kind);
 }
 
 /* n columns from `first` on, in blocks of `group` from there on. */
 INLINE void round_blocks(
     const task *job, void *out, const float *x, int64_t r, int64_t first, int64_t n, const int64_t group,
-    const int are_whole, const random_bits *bits, int64_t at, const int kind
+    const random_bits *bits, int64_t at, const int kind
 ) {
     for (int64_t k = 0; k < n; k += group) {
-        const int64_t count = are_whole ? group : min_i64(group, n - k); /* a constant, if the group is one */
+        const int64_t count = min_i64(group, n - k);
         const block b = make_block(job, r, first + k, find_extrema(x + k, count, kind), kind);
-        round_part(result_at(out, k, kind), x + k, count, job->g, b, bits, at + k, kind);
+        round_block(result_at(out, k, kind), x + k, count, job->g, b, bits, at + k, kind);
     }
 }
 
@@ -195,15 +120,15 @@ INLINE void round_piece_of(
         hash_pairs(drawn.pair, (uint64_t)counter, (at + n + 1) / 2, job->rule.seed);
     }
     if (given) {
-        round_part(out, x, n, job->g, *given, bits, at, kind);
+        round_block(out, x, n, job->g, *given, bits, at, kind);
         return;
     }
     int64_t whole = n / group * group;
-    if (kind != AFFINE && group == 16) round_blocks(job, out, x, r, first, whole, 16, 1, bits, at, kind);
-    else if (kind != AFFINE && group == 32) round_blocks(job, out, x, r, first, whole, 32, 1, bits, at, kind);
+    if (kind != AFFINE && group == 16) round_whole_blocks(job, out, x, r, first, whole, 16, bits, at, kind);
+    else if (kind != AFFINE && group == 32) round_whole_blocks(job, out, x, r, first, whole, 32, bits, at, kind);
     else whole = 0;
     out = result_at(out, whole, kind);
-    round_blocks(job, out, x + whole, r, first + whole, n - whole, group, 0, bits, at + whole, kind);
+    round_blocks(job, out, x + whole, r, first + whole, n - whole, group, bits, at + whole, kind);
 }
 
 /* The same with constants. It is called within the loops of threads, which are functions that see none. */
@@ -228,33 +153,56 @@ static void round_piece(const task *job, const float *x, int64_t r, int64_t firs
 
 /* ---- blocks that are longer than a piece ---- */
 
-INLINE extrema join(extrema a, extrema b) {
-    return (extrema){a.low < b.low ? a.low : b.low, a.high > b.high ? a.high : b.high};
-}
-
 static extrema extrema_of_piece(const task *job, const float *x, int64_t n) {
     return job->kind == AFFINE ? find_extrema(x, n, AFFINE) : find_extrema(x, n, INTEGERS);
 }
 
-/* Of all rows of a panel: read twice. */
+/* Of values that are adjacent, each its own. */
+INLINE void extend(int32_t *restrict low, int32_t *restrict high, const float *restrict x, int64_t n, const int kind) {
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t bits = (int32_t)bits_of(x[i]), key = kind == AFFINE ? order_key(bits) : bits & INT32_MAX;
+        if (kind == AFFINE) low[i] = key < low[i] ? key : low[i];
+        high[i] = key > high[i] ? key : high[i];
+    }
+}
+
+/* Of the blocks start .. stop of the rows of a band. */
+static void find_blocks(block *b, const task *job, float *copy, int64_t r, int64_t rows, int64_t start, int64_t stop) {
+    int32_t low[BAND], high[BAND];
+    for (int64_t i = 0; i < rows; i++) low[i] = INT32_MAX, high[i] = INT32_MIN;
+    if (has_lines(job))
+        for (int64_t k = start; k < stop; k++) {
+            const float *x = line_of(copy, job->x, job->type, r + k * job->stride_column, rows);
+            if (job->kind == AFFINE) extend(low, high, x, rows, AFFINE);
+            else extend(low, high, x, rows, INTEGERS);
+        }
+    else
+        for (int64_t first = start, n; first < stop; first += n) {
+            n = min_i64(width_of_piece(job), stop - first);
+            const float *x = values_of(copy, job, r, rows, first, n);
+            for (int64_t i = 0; i < rows; i++) {
+                const extrema found = join((extrema){low[i], high[i]}, extrema_of_piece(job, x + i * PITCH, n));
+                low[i] = found.low, high[i] = found.high;
+            }
+        }
+    for (int64_t i = 0; i < rows; i++) b[i] = make_block(job, r + i, start, (extrema){low[i], high[i]}, job->kind);
+}
+
+/* Of all rows of a band: read twice. */
 static void round_long_blocks(const task *job, int64_t r, int64_t rows) {
-    const int64_t piece = width_of_piece(job);
     panel copy;
     for (int64_t start = 0; start < job->C; start += job->group) {
         const int64_t stop = min_i64(start + job->group, job->C);
-        extrema found[PANEL];
-        block b[PANEL];
-        for (int64_t i = 0; i < rows; i++) found[i] = (extrema){INT32_MAX, INT32_MIN};
-        for (int64_t first = start; first < stop; first += piece) {
-            const int64_t n = min_i64(piece, stop - first);
-            const float *x = values_of(copy, job, r, rows, first, n);
-            for (int64_t i = 0; i < rows; i++) found[i] = join(found[i], extrema_of_piece(job, x + i * PITCH, n));
-        }
-        for (int64_t i = 0; i < rows; i++) b[i] = make_block(job, r + i, start, found[i], job->kind);
-        for (int64_t first = start; first < stop; first += piece) {
-            const int64_t n = min_i64(piece, stop - first);
-            const float *x = values_of(copy, job, r, rows, first, n);
-            for (int64_t i = 0; i < rows; i++) round_piece(job, x + i * PITCH, r + i, first, n, b + i);
+        block b[BAND];
+        find_blocks(b, job, copy, r, rows, start, stop);
+        for (int64_t first = start, n; first < stop; first += n) {
+            n = min_i64(width_of_piece(job), stop - first);
+            for (int64_t top = 0; top < rows; top += rows_of_panel(job)) {
+                const int64_t height = min_i64(rows_of_panel(job), rows - top);
+                const float *x = values_of(copy, job, r + top, height, first, n);
+                for (int64_t i = 0; i < height; i++)
+                    round_piece(job, x + i * PITCH, r + top + i, first, n, b + top + i);
+            }
         }
     }
 }
@@ -289,15 +237,15 @@ static void round_short_blocks(const task *job, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t number = 0; number < panels * pieces; number++) {
         panel copy;
-        const int64_t r = number / pieces * height, rows = min_i64(height, job->R - r);
-        const int64_t first = number % pieces * width, n = min_i64(width, job->C - first);
+        const int64_t across = has_lines(job); /* adjacent panels, then, are adjacent in memory */
+        const int64_t r = (across ? number % panels : number / pieces) * height, rows = min_i64(height, job->R - r);
+        const int64_t first = (across ? number / panels : number % pieces) * width, n = min_i64(width, job->C - first);
         const float *x = values_of(copy, job, r, rows, first, n);
         for (int64_t i = 0; i < rows; i++) round_piece(job, x + i * PITCH, r + i, first, n, 0);
     }
 }
 
 static void round_matrix(const task *job, int64_t threads) {
-    const int64_t height = rows_of_panel(job);
     threads = useful_threads(job->R * job->C, threads);
     if (job->group <= width_of_piece(job)) {
         round_short_blocks(job, threads);
@@ -307,6 +255,8 @@ static void round_matrix(const task *job, int64_t threads) {
         for (int64_t r = 0; r < job->R; r++) round_long_row(job, r, threads);
         return;
     }
+    int64_t height = rows_of_panel(job); /* of lines as much at a time as still gives all threads a part */
+    if (has_lines(job)) height = max_i64(height, min_i64(BAND, job->R / threads / PANEL * PANEL));
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t r = 0; r < job->R; r += height) round_long_blocks(job, r, min_i64(height, job->R - r));
 }

@@ -3,7 +3,8 @@
 Numerics: bit-equal to the reference. A block is read once from memory: its extrema are found and its values rounded
 while it lies in the first-level cache. Those of more than 512 columns are read twice; a row that is one block is shared
 by the threads if there are fewer rows than these. Half types and matrices of any strides are read as they are, a few
-values at a time: no copy is made.
+values at a time: no copy is made. A transposed matrix, as of blocks along the nodes, is transposed back in tiles in the
+cache.
 
 Oracle: qgnn.reference.quantize_dequantize, quantize_shared
 """

@@ -199,7 +199,7 @@ def _variants(kernel: str, module: ModuleType, launches: list[dict[str, Any]]) -
     """How many different kernels Triton compiles for these launches: one for each set of constants, of types, and of
     what it looks for in other values, 1 and multiples of 16."""
     (node,) = (node for node in ast.walk(ast.parse(inspect.getsource(module))) if getattr(node, "name", "") == kernel)
-    general = ast.unparse(node.decorator_list[0])
+    general, _, unaligned = ast.unparse(node.decorator_list[0]).partition("do_not_specialize_on_alignment")
     constants = {arg.arg for arg in node.args.args if arg.annotation is not None}
 
     def seen(name: str, value: Any) -> Any:
@@ -207,32 +207,38 @@ def _variants(kernel: str, module: ModuleType, launches: list[dict[str, Any]]) -
             return value.dtype
         if name in constants or not isinstance(value, int):
             return value
-        return None if repr(name) in general else (value == 1, value % 16 == 0)
+        if repr(name) in general:
+            return None
+        return value == 1, value % 16 == 0 and repr(name) not in unaligned
 
     return len({tuple((name, seen(name, value)) for name, value in launch.items()) for launch in launches})
 
 
-@pytest.mark.parametrize("widths", [(1001, 905, 1003), (1008, 912, 992), (40_003, 39_999, 50_001)], ids=str)
+@pytest.mark.parametrize("widths", [(1008, 912, 768), (2032, 1792, 1040), (40_960, 40_000, 40_016)], ids=str)
+@pytest.mark.parametrize("name", ["msfp12", "fixed8"])
 @pytest.mark.parametrize("seed", [None, torch.tensor([3])], ids=["nearest", "stochastic"])
-def test_numbers_of_nodes_give_no_new_kernels(
-    monkeypatch: pytest.MonkeyPatch, widths: tuple[int, ...], seed: torch.Tensor | None
+def test_numbers_of_nodes_give_at_most_two_kernels(
+    monkeypatch: pytest.MonkeyPatch, widths: tuple[int, ...], name: str, seed: torch.Tensor | None
 ) -> None:
-    """Blocks of the operands of a weight's gradient lie along the nodes of a batch; they are read in columns too."""
+    """One for multiples of 16, one for all others. Blocks of the operands of a weight's gradient lie along the nodes of
+    a batch; they are read in columns too. Rows of at most 1024 values may be features: one for each power of two."""
     rounding, product = _Recorder(), _Recorder()
     monkeypatch.setattr(quantize_grid, "_quantize_grid_kernel", rounding)
     monkeypatch.setattr(matmul_shared, "_matmul_shared_kernel", product)
-    grid = INTEGERS["msfp12"]
+    grid = INTEGERS[name]
     kinds: dict[str, list[dict[str, Any]]] = {}
-    for N in widths:
-        for name, x in {"rows": torch.zeros(3, N), "columns": torch.zeros(N, 3).t()}.items():
+    numbers = [width - less for width in widths for less in (0, 1, 2, 3, 4, 6, 8, 12)]
+    for N in numbers:
+        for layout, x in {"rows": torch.zeros(3, N), "columns": torch.zeros(N, 3).t()}.items():
             rounding.launches.clear()
             codes, exponent = quantize_grid.quantize_shared(x, grid, seed=seed)
             quantize_grid.quantize_dequantize(x, grid, seed=seed)
-            kinds.setdefault(f"{name} to codes", []).append(rounding.launches[0])
-            kinds.setdefault(f"{name} to values", []).append(rounding.launches[1])
-        matmul_shared.matmul_shared(codes, exponent, codes, exponent, block_size=16, fraction_bits=6)
-    for launches in kinds.values():
-        assert len(launches) == len(widths)
-        assert _variants("_quantize_grid_kernel", quantize_grid, launches) == 1
-    assert len(product.launches) == len(widths)
-    assert _variants("_matmul_shared_kernel", matmul_shared, product.launches) == 1
+            kinds.setdefault(f"{layout} to codes", []).append(rounding.launches[0])
+            kinds.setdefault(f"{layout} to values", []).append(rounding.launches[1])
+        if name == "msfp12":
+            matmul_shared.matmul_shared(codes, exponent, codes, exponent, block_size=16, fraction_bits=6)
+    for kind, launches in kinds.items():
+        assert len(launches) == len(numbers)
+        bound = 5 if "rows" in kind and max(widths) <= 1024 else 2
+        assert _variants("_quantize_grid_kernel", quantize_grid, launches) <= bound, kind
+    assert _variants("_matmul_shared_kernel", matmul_shared, product.launches) <= 2
