@@ -7,7 +7,7 @@
 
 /* Rows are read in pieces of PIECE columns. Those whose columns lie apart are copied in panels of so many rows, in
  * shorter pieces, such that what is adjacent in memory is several lines of the cache. A band is some panels. */
-enum { PIECE = ROUND_BLOCK, PANEL = MAX_ROWS, BAND = 8 * PANEL, PANEL_PIECE = 128, PITCH = PANEL_PIECE + 16 };
+enum { PIECE = ROUND_BLOCK, PANEL = MAX_ROWS, BAND = 8 * PANEL, PANEL_PIECE = 256, PITCH = PANEL_PIECE + 16 };
 enum { MOST_BLOCKS = PIECE / 16 };
 
 typedef struct {

@@ -5,7 +5,7 @@
 
 #include "half.h"
 
-enum { MAX_ROWS = 64 };
+enum { MAX_ROWS = 64, LINES_AHEAD = 8, CACHE_LINE = 64 };
 
 typedef float four __attribute__((vector_size(16)));
 typedef int32_t four_indices __attribute__((vector_size(16)));
@@ -49,6 +49,11 @@ INLINE void copy_lines(
     for (int64_t k = 0; k < n; k += 4) {
         for (int64_t j = 0; j < 4; j++)
             line[j] = line_of(lines[j], x, type, start + min_i64(k + j, n - 1) * stride, rows);
+        for (int64_t j = 0; j < 4; j++) { /* lines may lie pages apart, where no processor looks by itself */
+            const int64_t size = type == FP32 ? 4 : 2, ahead = min_i64(k + j + LINES_AHEAD, n - 1);
+            const char *next = (const char *)x + (start + ahead * stride) * size;
+            for (int64_t at = 0; at < rows * size; at += CACHE_LINE) __builtin_prefetch(next + at);
+        }
         int64_t i = 0;
         for (; i + 4 <= rows; i += 4) transpose(copy + i * pitch + k, pitch, line, i);
         for (; i < rows; i++)
