@@ -52,10 +52,9 @@ def sweep_region(journals: Sequence[Sequence[dict[str, Any]]]) -> str:
             if panel.baseline is not None:
                 text += f"\n\n{BASELINE}: {panel.baseline._replace(differences=()).text(panel.num_seeds)}"
             parts.append(text)
-        minutes = sum(line["seconds"] for line in recorded.values()) / 60
         parts.append(
-            f"`{shown(starts[0]['command'])}`: {len(runs)} runs, {minutes:.0f} minutes of one core each; test accuracy "
-            f"in %, mean and deviation over seeds (difference to {BASELINE} and its standard error); "
+            f"`{shown(starts[0]['command'])}`: {len(runs)} runs; test accuracy in %, mean and deviation over seeds "
+            f"(difference to {BASELINE} and its standard error); "
             f"{starts[0]['machine']}; {', '.join(dict.fromkeys(f'commit {commit_of(start)}' for start in starts))}"
         )
     return "\n\n".join(parts)

@@ -53,8 +53,7 @@ def test_a_sweep_has_a_row_a_format_and_a_column_a_component(results: Path) -> N
         "| int4 | 80.00 ± 1.41 (-0.50 ± 0.50) | 71.00 ± 1.41 (-9.50 ± 0.50) |\n"
         "| int8 sdq[2,8] |  | 80.00 (+0.00) n=1, 4.50 bits |\n\n"
         "fp32: 80.50 ± 0.71\n\n"
-        "`qgnn sweep examples/two.toml --root DIR --table FILE --results DIR --processes 2`: 7 runs, 4 "
-        "minutes of one core each; test accuracy in %, mean and deviation over seeds (difference to fp32 and its "
-        "standard error); A CPU; commit "
+        "`qgnn sweep examples/two.toml --root DIR --table FILE --results DIR --processes 2`: 7 runs; test "
+        "accuracy in %, mean and deviation over seeds (difference to fp32 and its standard error); A CPU; commit "
         "0123456789ab, commit fedcba987654 (modified)"
     )
