@@ -34,13 +34,13 @@ def number(low: float, high: float, *, low_open: bool = False, high_open: bool =
     return check
 
 
-def one_of(choices: Sequence[str]) -> Check:
-    """One of some names, in any case."""
+def one_of(choices: Sequence[str], *, any_case: bool = True) -> Check:
+    """One of some names, in small letters or capitals unless these have to be as they are."""
 
     def check(value: Any) -> str:
-        name = value.strip().lower() if isinstance(value, str) else value
+        name = value.strip().lower() if isinstance(value, str) and any_case else value
         if name not in choices:
-            raise ValueError(f"expected one of {', '.join(choices)} (got {value!r}){closest(value, choices)}")
+            raise ValueError(f"expected one of {', '.join(choices)} (got {value!r}){_closest(value, choices)}")
         return str(name)
 
     return check
@@ -65,7 +65,7 @@ def list_of(check: Check) -> Check:
     return check_all
 
 
-def closest(value: Any, choices: Sequence[str]) -> str:
+def _closest(value: Any, choices: Sequence[str]) -> str:
     """What an error adds to a name that is almost one of ``choices``."""
     close = get_close_matches(str(value).lower(), choices, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -125,6 +125,8 @@ def test_spellings_of_a_run_have_one_key(read: Any) -> None:
     [
         ("[sweep", "expected TOML (Expected"),
         ("[sweeps]", "expected one of sweep, grid (got 'sweeps'); did you mean 'sweep'?"),
+        ("[Sweep]", "expected one of sweep, grid (got 'Sweep'); did you mean 'sweep'?"),
+        ("[sweep]\nDatasets = 'cora'", "(got 'Datasets'); did you mean 'datasets'?"),
         ("grid = 1", "expected tables [[grid]], with two brackets (got 1)"),
         ("[grid]", "expected tables [[grid]], with two brackets"),
         ("[sweep]\nmodle = 'gcn'", "[sweep], modle: expected one of name, root,"),

@@ -86,7 +86,7 @@ def read_spec(path: Path) -> Spec:
 
 def _spec(document: dict[str, Any], stem: str) -> Spec:
     for name in document:
-        one_of(("sweep", "grid"))(name)
+        one_of(("sweep", "grid"), any_case=False)(name)
     shared, grids = document.get("sweep", {}), document.get("grid", [{}])
     if not isinstance(shared, dict):
         raise ValueError(f"expected a table [sweep] (got {shared!r})")
@@ -109,7 +109,7 @@ def _table(place: str, table: dict[str, Any], checks: dict[str, Check]) -> dict[
     checked = {}
     for name, value in table.items():
         try:
-            one_of(tuple(checks))(name)
+            one_of(tuple(checks), any_case=False)(name)
             checked[name] = checks[name](value)
         except ValueError as error:
             raise ValueError(f"{place}, {name}: {error}") from error
