@@ -19,24 +19,38 @@ from kernel_cases import FLOATS, LAYOUTS, assert_within, far_columns, far_rows, 
 from qgnn import reference
 from shared_cases import BLOCK_SIZES, EXTREMES, SHAPES, assert_equal, operands_of, options_of
 
+EMULATED = Path(__file__).parent / "emulated"
+FLAGS = {
+    "plain": (),  # for a processor of which nothing is known
+    "avx2": ("-mavx2",),
+    "vnni": ("-D__AVX512VNNI__", "-Wno-psabi", f"-I{EMULATED}"),
+}
+
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The product for a processor of which nothing is known."""
-    folder = tmp_path_factory.mktemp("plain")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
+    """The product for other processors than this one."""
+    folder = tmp_path_factory.mktemp("sources")
     for name in ("common.h", "matmul_shared.c"):
         shutil.copy(build.SOURCES / name, folder)
+    made = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "SOURCES", folder)
-        build.compile_library(build.compiler(), ("-fopenmp", "-Werror"), Path(folder, "plain.so"))
-    return ctypes.CDLL(str(folder / "plain.so"))
+        for name, flags in FLAGS.items():
+            if name == "avx2" and not torch.cpu._is_avx2_supported():
+                continue
+            build.compile_library(build.compiler(), ("-fopenmp", "-Werror", *flags), folder / f"{name}.so")
+            made[name] = ctypes.CDLL(str(folder / f"{name}.so"))
+    return made
 
 
-@pytest.fixture(params=["native", "plain"])
-def code(request: pytest.FixtureRequest, plain: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=["native", *FLAGS])
+def code(request: pytest.FixtureRequest, libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> str:
     """Each of the codes that the source can become."""
-    if request.param == "plain":
-        monkeypatch.setattr(library, "_library", plain)
+    if request.param != "native":
+        if request.param not in libraries:
+            pytest.skip(f"this processor has no {request.param}")
+        monkeypatch.setattr(library, "_library", libraries[request.param])
         monkeypatch.setattr(library, "_functions", {})
         monkeypatch.setattr(cpu_matmul_shared, "_code_bytes", cpu_matmul_shared._code_bytes.__wrapped__)
     return request.param
