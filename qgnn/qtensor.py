@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -132,6 +133,47 @@ class QTensor:
         """The same values in other tensors, or what is left of the record without any."""
         alone = replace(self, origin=None, packed=None, columns=None)
         return replace(alone, storage=storage, scales=scales, zero=zero)  # type: ignore[arg-type]
+
+    def index_select(self, dim: int, index: Tensor) -> QTensor:
+        """Rows of a matrix in any order, as of a tensor; :attr:`columns` are left out.
+
+        Raises:
+            ValueError: If codes or scales lie along the rows, or ``dim`` is not 0.
+            IndexError: If there is no such row.
+        """
+        if dim != 0 or not self.has_parts:
+            raise ValueError(
+                f"'index_select' expects rows (dim=0) of codes along the columns (got dim={dim}, {self!r})"
+            )
+        layout = self.layout
+        if layout is not None:
+            layout = replace(layout, shape=(index.numel(), *layout.shape[1:]))
+
+        def rows(t: Tensor | None) -> Tensor | None:
+            return t if t is None or t.shape[0] == 1 < self.shape[0] else t.index_select(0, index)
+
+        origin = rows(self.origin)
+        return replace(self.with_tensors(*map(rows, self.tensors)), origin=origin, layout=layout)
+
+    def to(self, device: torch.device | str | None = None, non_blocking: bool = False) -> QTensor:
+        """The same on another device, as of a tensor: so :class:`torch_geometric.data.Data` moves it with the rest.
+
+        Raises:
+            TypeError: If ``device`` is a type of numbers: codes stay what they are.
+        """
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"'QTensor.to' expects a device (got {device}); dequantize() gives values of a type")
+        return self._map(lambda t: t.to(device=device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> QTensor:
+        """The same in pinned memory, from which copies to a GPU do not wait."""
+        return self._map(lambda t: t.pin_memory())
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> QTensor:
+        tensors = [None if t is None else function(t) for t in self.tensors]
+        origin = None if self.origin is None else function(self.origin)
+        columns = None if self.columns is None else self.columns._map(function)
+        return replace(self.with_tensors(*tensors), origin=origin, columns=columns)
 
     @property
     def nbytes(self) -> int:

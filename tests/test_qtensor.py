@@ -117,3 +117,52 @@ def test_part_holds_the_rows_of_the_whole(fmt: Format) -> None:
         q.part(slice(0, 6, 2))
     with pytest.raises(ValueError, match="along the columns"):
         fmt.encode(x, 0).part(slice(0, 2))
+
+
+# ---- rows, and other places ----
+
+
+@pytest.mark.parametrize("fmt", [Int(8), Int(4, symmetric=False), FixedPoint(12), MSFP(3), MXFP4()], ids=str)
+def test_rows_in_any_order(fmt: Format) -> None:
+    x, index = torch.randn(6, 40), torch.tensor([4, 0, 4, 5])
+    q = fmt.encode(x)
+    rows = q.index_select(0, index)
+    assert torch.equal(rows.dequantize(), q.dequantize()[index])
+    assert rows.shape == (4, 40)
+    assert q.index_select(0, index[:0]).shape == (0, 40)
+
+
+def test_rows_of_codes_with_one_scale() -> None:
+    q = QTensor(CODES, torch.tensor([[0.25]]), origin=torch.arange(10.0).view(2, 5).requires_grad_())
+    rows = q.index_select(0, torch.tensor([1, 1]))
+    assert torch.equal(rows.dequantize(), CODES[[1, 1]] * 0.25)
+    assert rows.origin is not None
+    rows.origin.sum().backward()
+    assert torch.equal(q.origin.grad, torch.tensor([[0.0], [2.0]]).expand(2, 5))
+
+
+def test_rows_that_codes_lie_along_are_not_taken() -> None:
+    with pytest.raises(ValueError, match=r"rows \(dim=0\) of codes along the columns \(got dim=0, QTensor"):
+        MSFP(3).encode(torch.randn(20, 4), 0).index_select(0, torch.tensor([1]))
+    with pytest.raises(ValueError, match=r"got dim=1"):
+        Int(8).encode(torch.randn(20, 4)).index_select(1, torch.tensor([1]))
+    with pytest.raises(IndexError):
+        Int(8).encode(torch.randn(20, 4)).index_select(0, torch.tensor([20]))
+
+
+def test_to_moves_all_of_it() -> None:
+    q = QTensor(
+        CODES, torch.ones(2, 1), torch.zeros(2, 1), origin=torch.ones(2, 5), columns=Int(8).encode(torch.ones(5, 2))
+    )
+    moved = q.to("meta")
+    assert {t.device.type for t in (*moved.tensors, moved.origin, *moved.columns.tensors) if t is not None} == {"meta"}
+    assert (moved.shape, moved.dtype) == (q.shape, q.dtype)
+    with pytest.raises(TypeError, match=r"expects a device \(got torch.float16\)"):
+        q.to(torch.float16)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU")
+def test_pinned_memory() -> None:
+    q = Int(8).encode(torch.randn(5, 4)).pin_memory()
+    assert q.storage.is_pinned()
+    assert q.scales.is_pinned()

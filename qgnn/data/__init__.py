@@ -1,9 +1,23 @@
-"""Graphs to train on: the embedded one, synthetic ones, and those of PyG and OGB by name."""
+"""Graphs to train on: the embedded one, synthetic ones, those of PyG and OGB by name; features as int8 rows."""
 
 from qgnn.data.datasets import dataset_names, load
 from qgnn.data.download import DatasetError
 from qgnn.data.embedded import wordnet
+from qgnn.data.feature_store import QuantizedFeatureStore
 from qgnn.data.generate import synthetic
 from qgnn.data.graph_sets import GraphSet, load_graphs
+from qgnn.data.stored_features import FeatureFileError, StoredFeatures, write_features
 
-__all__ = ["DatasetError", "GraphSet", "dataset_names", "load", "load_graphs", "synthetic", "wordnet"]
+__all__ = [
+    "DatasetError",
+    "FeatureFileError",
+    "GraphSet",
+    "QuantizedFeatureStore",
+    "StoredFeatures",
+    "dataset_names",
+    "load",
+    "load_graphs",
+    "synthetic",
+    "wordnet",
+    "write_features",
+]

@@ -1,0 +1,173 @@
+"""Features as int8 rows, from which loaders take the rows of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, FeatureStore, HeteroData, TensorAttr
+
+from qgnn.data.stored_features import NEAREST, StoredFeatures, check_finite
+from qgnn.functional import quantize
+from qgnn.qtensor import QTensor
+
+_Key = tuple[Any, str]
+
+
+class QuantizedFeatureStore(FeatureStore):
+    """Features in int8 with a scale a row, for PyG's loaders: a quarter of the memory of fp32, and of the bytes that go
+    to a GPU.
+
+    What is put in under one of the names ``quantized`` becomes codes, to nearest; all else, such as labels, stays as it
+    is. Loaders give batches whose ``x`` is a :class:`qgnn.QTensor`, which every layer of :mod:`qgnn.nn` takes as it is:
+    it goes into the first product without being decoded. PyG's own layers take ``batch.x.dequantize()``. Features that
+    are larger than memory come from :func:`qgnn.data.write_features`.
+
+    Args:
+        quantized: Names of attributes to quantize.
+
+    Raises:
+        TypeError: If what is put in under such a name is not floating point.
+        ValueError: If it is no matrix, or a row holds an infinity or NaN.
+        IndexError: If rows are asked for that there are not.
+        KeyError: If there is no such attribute.
+
+    Shapes:
+        - **input:** ``[N, F]``, one row a node
+
+    Example:
+        >>> store = qgnn.data.QuantizedFeatureStore.from_data(data)
+        >>> loader = NeighborLoader((store, data), num_neighbors=[15, 10], input_nodes=data.train_mask, batch_size=1024)
+        >>> batch = next(iter(loader))
+        >>> out = model(batch.x, batch.edge_index)[: batch.batch_size]
+    """
+
+    def __init__(self, quantized: Collection[str] = ("x",)) -> None:
+        super().__init__()
+        self._quantized = frozenset(quantized)
+        self._entries: dict[_Key, Tensor | QTensor | StoredFeatures] = {}
+
+    @classmethod
+    def from_data(cls, data: Data | HeteroData, quantized: Collection[str] = ("x",)) -> QuantizedFeatureStore:
+        """A store of all tensors that have a row for each node: features, labels, masks.
+
+        Args:
+            data: A graph; it stays as it is, and serves loaders as the store of edges.
+            quantized: As above.
+        """
+        store = cls(quantized)
+        for nodes in data.node_stores:
+            for name, value in nodes.items():
+                if isinstance(value, Tensor) and nodes.is_node_attr(name):
+                    store.put_tensor(value, group_name=nodes._key, attr_name=name, index=None)
+        return store
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything in it, in memory and in files."""
+        return sum(_rows_of(entry).nbytes for entry in self._entries.values())
+
+    def share_memory_(self) -> QuantizedFeatureStore:
+        """Move what is in memory to where processes share it, as ``torch.Tensor.share_memory_`` does; files are shared
+        as they are."""
+        for entry in self._entries.values():
+            for rows in () if isinstance(entry, StoredFeatures) else _tensors(entry):
+                rows.share_memory_()
+        return self
+
+    def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
+        entry = self._entry(tensor, str(attr.attr_name))
+        if attr.index is None:
+            self._entries[_key(attr)] = entry
+            return True
+        held = self._entries.get(_key(attr))
+        if held is None or isinstance(held, StoredFeatures) or isinstance(entry, StoredFeatures):
+            return False
+        index = _index_of(attr.index, _rows_of(held).shape[0])
+        for into, rows in zip(_tensors(held), _tensors(entry), strict=True):
+            into[index] = rows.to(into.dtype)
+        return True
+
+    def _entry(self, value: Any, name: str) -> Tensor | QTensor | StoredFeatures:
+        if isinstance(value, StoredFeatures):
+            return value
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(value)
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"'QuantizedFeatureStore' expects a tensor or array for {name!r} (got {type(value).__name__})"
+            )
+        value = value.detach()
+        if name not in self._quantized:
+            return value.cpu()
+        if value.dim() != 2:
+            raise ValueError(f"'QuantizedFeatureStore' expects {name!r} of shape [N, F] (got {tuple(value.shape)})")
+        q = quantize(value, NEAREST).to("cpu")
+        check_finite(q.scales)
+        return q
+
+    def _get_tensor(self, attr: TensorAttr) -> Any:
+        entry = self._entries.get(_key(attr))
+        if entry is None:
+            return None
+        rows = _rows_of(entry)
+        if attr.index is None:
+            return rows
+        index = _index_of(attr.index, rows.shape[0])
+        if isinstance(index, slice):
+            return rows.part(index) if isinstance(rows, QTensor) else rows[index]
+        return rows.index_select(0, index)
+
+    def _get_tensor_size(self, attr: TensorAttr) -> tuple[int, ...] | None:
+        found = self._get_tensor(attr)
+        return None if found is None else tuple(found.shape)
+
+    def _remove_tensor(self, attr: TensorAttr) -> bool:
+        return self._entries.pop(_key(attr), None) is not None
+
+    def get_all_tensor_attrs(self) -> list[TensorAttr]:
+        """What is in it."""
+        return [TensorAttr(group, name) for group, name in self._entries]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        held = ((name if group is None else f"{group}.{name}", entry) for (group, name), entry in self._entries.items())
+        parts = (f"{name}={_kind_of(entry)} {list(_rows_of(entry).shape)}" for name, entry in held)
+        return f"QuantizedFeatureStore({', '.join(parts)})"
+
+
+def _key(attr: TensorAttr) -> _Key:
+    return attr.group_name, str(attr.attr_name)
+
+
+def _kind_of(entry: Tensor | QTensor | StoredFeatures) -> str:
+    return str(entry.dtype).removeprefix("torch.") if isinstance(entry, Tensor) else "int8"
+
+
+def _rows_of(entry: Tensor | QTensor | StoredFeatures) -> Tensor | QTensor:
+    return entry.rows if isinstance(entry, StoredFeatures) else entry
+
+
+def _tensors(rows: Tensor | QTensor) -> list[Tensor]:
+    """What has a row for each node."""
+    return [rows.storage, rows.scales] if isinstance(rows, QTensor) else [rows]
+
+
+def _index_of(index: Any, num_rows: int) -> Tensor | slice:
+    """Rows that there are."""
+    if isinstance(index, slice):
+        return index
+    index = torch.as_tensor(index)
+    if index.dtype == torch.bool:
+        index = index.nonzero()
+    index = index.view(-1).to("cpu", torch.int64)
+    if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < num_rows):
+        raise IndexError(
+            f"'QuantizedFeatureStore' has rows 0 to {num_rows - 1} (got {int(index.min())} to {int(index.max())})"
+        )
+    return index
