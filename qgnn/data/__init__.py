@@ -6,12 +6,14 @@ from qgnn.data.embedded import wordnet
 from qgnn.data.feature_store import QuantizedFeatureStore
 from qgnn.data.generate import synthetic
 from qgnn.data.graph_sets import GraphSet, load_graphs
+from qgnn.data.neighbor_sampler import NeighborSampler
 from qgnn.data.stored_features import FeatureFileError, StoredFeatures, write_features
 
 __all__ = [
     "DatasetError",
     "FeatureFileError",
     "GraphSet",
+    "NeighborSampler",
     "QuantizedFeatureStore",
     "StoredFeatures",
     "dataset_names",

@@ -15,9 +15,8 @@ from torch_geometric.data import Data, HeteroData, TensorAttr
 from torch_geometric.loader import LinkLoader, NodeLoader
 
 import qgnn
-from hops import Hops
 from qgnn import QConfig, QTensor, functional
-from qgnn.data import QuantizedFeatureStore, StoredFeatures, write_features
+from qgnn.data import NeighborSampler, QuantizedFeatureStore, StoredFeatures, write_features
 
 N, F = 40, 9
 X = torch.randn(N, F, generator=torch.Generator().manual_seed(0))
@@ -166,7 +165,9 @@ def test_a_row_does_not_keep_the_gradient_of_what_was_put_in() -> None:
 
 
 def loader(store: Any, data: Data, **options: Any) -> NodeLoader:
-    return NodeLoader((store, data), Hops(data), input_nodes=torch.arange(20), batch_size=8, **options)
+    return NodeLoader(
+        (store, data), NeighborSampler(data, [4, 3]), input_nodes=torch.arange(20), batch_size=8, **options
+    )
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -188,7 +189,9 @@ def test_workers_that_are_spawned(store: QuantizedFeatureStore) -> None:
 
 def test_batches_of_links(store: QuantizedFeatureStore) -> None:
     data = graph()
-    links = LinkLoader((store, data), Hops(data), edge_label_index=(None, EDGE_INDEX[:, :10]), batch_size=5)
+    links = LinkLoader(
+        (store, data), NeighborSampler(data, [4, 3]), edge_label_index=(None, EDGE_INDEX[:, :10]), batch_size=5
+    )
     for number, batch in enumerate(links):
         assert_rows(batch.x, batch.n_id)
         assert torch.equal(batch.n_id[batch.edge_label_index], EDGE_INDEX[:, 5 * number : 5 * number + 5])
