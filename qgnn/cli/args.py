@@ -57,6 +57,12 @@ def list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return parse_list
 
 
+def fanout(text: str) -> tuple[int, ...]:
+    """An argument type: whole numbers of at least 1, or -1, between commas."""
+    check = argument(values.fanout, int)
+    return tuple(check(item.strip()) for item in text.split(","))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = Parser(prog="qgnn", description="Train PyTorch Geometric models in int8, and see what that brings.")
@@ -133,6 +139,26 @@ def _add_train(commands: Any) -> None:
     how.add_argument("--dropout", type=number_in(0, 1, high_open=True), metavar="P")
     how.add_argument("--lr", type=number_in(0, 100, low_open=True), metavar="RATE", help="learning rate of Adam")
     how.add_argument("--weight-decay", type=number_in(0, 100), metavar="W", help="of the first layer")
+
+    batches = parser.add_argument_group("what a step sees")
+    batches.add_argument(
+        "--sampler",
+        choices=("full", "neighbor"),
+        default="full",
+        help="the whole graph, or some of its nodes and sampled neighborhoods, from features that stay in the host's "
+        "memory, as int8 rows where the first layer takes them so; accuracy is that of the whole graph (default: "
+        "%(default)s)",
+    )
+    batches.add_argument(
+        "--fanout",
+        type=fanout,
+        metavar="LIST",
+        help="edges into each node at most, hop by hop, -1 for all (default: 15, and 10 for further hops)",
+    )
+    batches.add_argument("--batch-size", type=at_least(1), metavar="N", help="nodes to train on (default: 1024)")
+    batches.add_argument(
+        "--workers", type=at_least(0), metavar="N", help="processes that make batches (default: 0, the training one)"
+    )
 
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", help="write every run to FILE")

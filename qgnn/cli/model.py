@@ -32,13 +32,19 @@ class GCN2(nn.Module):
     layer, convolutions that each see its rows too, and a dense layer."""
 
     def __init__(
-        self, in_channels: int, hidden_channels: int, num_layers: int, out_channels: int, dropout: float
+        self,
+        in_channels: int,
+        hidden_channels: int,
+        num_layers: int,
+        out_channels: int,
+        dropout: float,
+        cached: bool = True,
     ) -> None:
         super().__init__()
         self.dropout = nn.Dropout(dropout)
         self.first = nn.Linear(in_channels, hidden_channels)
         self.convs = nn.ModuleList(
-            GCN2Conv(hidden_channels, alpha=0.1, theta=0.5, layer=layer, cached=True)
+            GCN2Conv(hidden_channels, alpha=0.1, theta=0.5, layer=layer, cached=cached)
             for layer in range(1, num_layers - 1)
         )
         self.last = nn.Linear(hidden_channels, out_channels)  # behind the others: quantize_ keeps what comes last
@@ -116,7 +122,13 @@ def components_of(name: str, recipe: Recipe, by_graph: bool) -> frozenset[str]:
 
 
 def make_model(
-    name: str, in_channels: int, out_channels: int, recipe: Recipe, scheme: Scheme, by_graph: bool = False
+    name: str,
+    in_channels: int,
+    out_channels: int,
+    recipe: Recipe,
+    scheme: Scheme,
+    by_graph: bool = False,
+    same_edges: bool = True,
 ) -> nn.Module:
     """A model with random weights, which follow from torch's seed alone.
 
@@ -129,16 +141,17 @@ def make_model(
             converted layers keep for the backward pass follows its compression if they compute in integers; with other
             formats they keep the codes that they computed with.
         by_graph: Whether the model classifies graphs: then ``recipe.layers`` convolutions precede the last layer.
+        same_edges: Whether it sees the same edges each time, so that it may remember their normalization.
     """
     sizes = (in_channels, recipe.hidden, recipe.layers)
     if name == "gcn2":
-        model: nn.Module = GCN2(*sizes, out_channels, dropout=recipe.dropout)
+        model: nn.Module = GCN2(*sizes, out_channels, dropout=recipe.dropout, cached=same_edges)
     else:
         cls, options = _BASIC[name]
+        if by_graph or not same_edges:  # each split has edges of its own
+            options = {name: value for name, value in options.items() if name != "cached"}
         if by_graph:
-            # Each split has edges of its own, so none may be remembered.
-            options = {name: value for name, value in options.items() if name != "cached"} | {"norm": "batch_norm"}
-            convolutions = cls(*sizes, dropout=recipe.dropout, **options)
+            convolutions = cls(*sizes, dropout=recipe.dropout, **{**options, "norm": "batch_norm"})
             model = GraphClassifier(convolutions, out_channels, recipe.dropout)
         else:
             model = cls(*sizes, out_channels, dropout=recipe.dropout, **options)

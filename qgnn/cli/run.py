@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from qgnn import functional
 from qgnn.cli.measure import PeakMemory, SavedBytes, StepTimer
-from qgnn.cli.model import make_model, parameter_groups, train_features
+from qgnn.cli.model import make_model, parameter_groups
 from qgnn.cli.recipe import Recipe
 from qgnn.cli.scheme import Scheme
-from qgnn.cli.task import Features, Forward, Task
+from qgnn.cli.task import Features, Forward, Step, Task
 from qgnn.config import QConfig
 from qgnn.memory import MIB
 from qgnn.qtensor import QTensor
@@ -26,9 +26,9 @@ class Run(NamedTuple):
 
     Args:
         test_acc: Test accuracy (micro-F1 for multi-label sets) at the best validation epoch, 0 to 1.
-        final_loss: Training loss of the last epoch, before its step.
+        final_loss: Training loss of the last epoch: before its step, or the mean before each of several.
         best_epoch: The epoch of ``test_acc``, counted from 1.
-        epoch_ms: Median time of a training step: forward, backward and optimizer.
+        epoch_ms: Median time of an epoch's steps: forward, backward and optimizer, and the sampling of batches.
         mean_bits: Mean over the epochs of the width that a schedule set; ``None`` without a schedule.
         widths: The width of each epoch; empty without a schedule.
         saved_mib: What autograd keeps between forward and backward: the inputs of layers and what lies between them,
@@ -83,28 +83,34 @@ def train_run(
         peak.start()
     task = task.with_own_edges()
     in_channels = task.features[0].shape[1]
-    model = make_model(model_name, in_channels, task.num_outputs, recipe, scheme, task.by_graph).to(device)
+    kind = (task.by_graph, task.same_edges)
+    model = make_model(model_name, in_channels, task.num_outputs, recipe, scheme, *kind).to(device)
     optimizer = torch.optim.Adam(parameter_groups(model, recipe.weight_decay), lr=recipe.lr)
     inputs = [model_input(x, recipe, scheme) for x in task.features]
-    draw, forward = train_features(inputs[0], recipe), forward_of(model, scheme, device)
+    epoch_steps, forward = task.steps(inputs[0], recipe), forward_of(model, scheme, device)
     timer, compressed = StepTimer(device), scheme.compression.context(seed)
     schedule = scheme.make_schedule(model, compressed, recipe.epochs)
     best_val_acc, best_epoch, test_acc, loss = -1.0, 0, 0.0, math.nan
     for epoch in range(1, recipe.epochs + 1):
         model.train()
+        losses, size = [], 0
         with timer.step():
-            optimizer.zero_grad()
-            with compressed:
-                step_loss = task.loss(forward, draw())
-                step_loss.backward()
-            optimizer.step()
+            for step in epoch_steps():
+                optimizer.zero_grad()
+                with compressed:
+                    step_loss = step.loss(forward)
+                    step_loss.backward()
+                optimizer.step()
+                losses.append(step_loss.detach() * step.size)
+                size += step.size
+        epoch_loss = torch.stack(losses).sum() / size
         if epoch % recipe.eval_every == 0 or epoch == recipe.epochs:
-            loss = float(step_loss.detach())
+            loss = float(epoch_loss)
             val_acc, test_acc_now = evaluate(model, forward, task, inputs)
             if val_acc > best_val_acc:
                 best_val_acc, best_epoch, test_acc = val_acc, epoch, test_acc_now
         if schedule is not None:
-            schedule.step(loss=step_loss.detach())
+            schedule.step(loss=epoch_loss)
         on_epoch()
     run = Run(test_acc, loss, best_epoch, timer.median_ms)
     if schedule is not None:
@@ -114,7 +120,8 @@ def train_run(
     if not measure:
         return run
     run = run._replace(peak_mib=peak.mib)  # before the steps that measure the rest
-    saved_mib, original_mib, features_mib, ops = inspect_step(model, inputs[0], task, recipe, scheme, device)
+    step = next(epoch_steps())
+    saved_mib, original_mib, features_mib, ops = inspect_step(model, step, scheme, device)
     return run._replace(saved_mib=saved_mib, original_mib=original_mib, features_mib=features_mib, ops=ops)
 
 
@@ -149,7 +156,7 @@ def model_input(x: Tensor, recipe: Recipe, scheme: Scheme) -> Features:
 
 
 def inspect_step(
-    model: nn.Module, x: Features, task: Task, recipe: Recipe, scheme: Scheme, device: torch.device
+    model: nn.Module, step: Step, scheme: Scheme, device: torch.device
 ) -> tuple[float, float, float, dict[str, dict[str, Any]]]:
     """More training steps, without the optimizer: the MiB kept for backward, those without compression, those of the
     features among both, and the ops that run.
@@ -159,10 +166,10 @@ def inspect_step(
     same without that input.
     """
     model.train()
-    draw, forward = train_features(x, recipe), forward_of(model, scheme, device)
+    x, forward = step.features, forward_of(model, scheme, device)
     with trace(error=False) as record, scheme.compression.context() as report:
         model.zero_grad()
-        task.loss(forward, draw()).backward()
+        step.loss(forward).backward()
     ops = {name: {column: op[column] for column in ("calls", "format", "backend")} for name, op in record.ops.items()}
     layer: Any
     for layer in model.modules():  # its last step: codes of int8 again
@@ -170,7 +177,7 @@ def inspect_step(
             layer.config = replace(config, save="int8")
     saved = SavedBytes([x.storage, x.scales] if isinstance(x, QTensor) else [x])
     with saved.count():
-        task.loss(forward, draw())
+        step.loss(forward)
     original_mib, features_mib = saved.mib, saved.inputs_mib
     saved_mib = original_mib if report is None else features_mib + report.saved_bytes / MIB
     return saved_mib, original_mib, features_mib, ops

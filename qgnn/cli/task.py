@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from torch_geometric.data import Batch, Data
 from torch_geometric.transforms import NormalizeFeatures
 
+from qgnn.cli.model import train_features
+from qgnn.cli.recipe import Recipe
 from qgnn.data import GraphSet
 from qgnn.qtensor import QTensor
 
@@ -19,11 +21,26 @@ Features = Tensor | QTensor
 Forward = Callable[..., Tensor]  # the model, in what its scheme runs a forward pass in
 
 
+class Step(NamedTuple):
+    """A step of training.
+
+    Args:
+        features: What the first layer reads, without dropout.
+        loss: The training loss of a model: cross entropy, or its multi-label form.
+        size: The number of nodes or graphs whose mean it is.
+    """
+
+    features: Features
+    loss: Callable[[Forward], Tensor]
+    size: int
+
+
 class Task(Protocol):
     """What a run needs to know of its data."""
 
     description: str  # how much there is of it
     by_graph: bool  # whether a model has one result a graph, not one a node
+    same_edges: bool  # whether a model sees the same edges each time, and may remember what it makes of them
     num_outputs: int
 
     @property
@@ -39,6 +56,14 @@ class Task(Protocol):
         Args:
             forward: The model.
             x: The first of the features, or what stands for them.
+        """
+
+    def steps(self, x: Features, recipe: Recipe) -> Callable[[], Iterator[Step]]:
+        """What gives the steps of an epoch.
+
+        Args:
+            x: The first of the features, or what stands for them.
+            recipe: Whether and how features are dropped.
         """
 
     def evaluate(self, forward: Forward, inputs: Sequence[Features]) -> tuple[float, float]:
@@ -57,7 +82,7 @@ class NodeTask:
         data: The graph, with ``x``, ``edge_index``, ``y`` and the three masks.
     """
 
-    by_graph = False
+    by_graph, same_edges = False, True
 
     def __init__(self, data: Data) -> None:
         self.data = data
@@ -80,10 +105,17 @@ class NodeTask:
         data = self.data
         return loss_of(forward(x, data.edge_index)[data.train_mask], data.y[data.train_mask])
 
+    def steps(self, x: Features, recipe: Recipe) -> Callable[[], Iterator[Step]]:
+        """One over the graph."""
+        return _single_step(self, x, recipe)
+
     def evaluate(self, forward: Forward, inputs: Sequence[Features]) -> tuple[float, float]:
         """From one forward pass over the graph."""
+        return self.scores(forward(inputs[0], self.data.edge_index))
+
+    def scores(self, out: Tensor) -> tuple[float, float]:
+        """Of results for all nodes."""
         data = self.data
-        out = forward(inputs[0], data.edge_index)
         return score(out[data.val_mask], data.y[data.val_mask]), score(out[data.test_mask], data.y[data.test_mask])
 
 
@@ -95,7 +127,7 @@ class GraphTask:
         device: Where to keep them.
     """
 
-    by_graph = True
+    by_graph, same_edges = True, False
 
     def __init__(self, graphs: GraphSet, device: torch.device) -> None:
         self.parts = tuple(Batch.from_data_list(graphs.graphs(split)).to(device) for split in ("train", "val", "test"))
@@ -122,6 +154,10 @@ class GraphTask:
         part = self.parts[0]
         return loss_of(forward(x, part.edge_index, part.batch, part.num_graphs), part.y)
 
+    def steps(self, x: Features, recipe: Recipe) -> Callable[[], Iterator[Step]]:
+        """One over the graphs to train on."""
+        return _single_step(self, x, recipe)
+
     def evaluate(self, forward: Forward, inputs: Sequence[Features]) -> tuple[float, float]:
         """From a forward pass over each."""
         val, test = (
@@ -129,6 +165,12 @@ class GraphTask:
             for x, part in zip(inputs[1:], self.parts[1:], strict=True)
         )
         return val, test
+
+
+def _single_step(task: Task, x: Features, recipe: Recipe) -> Callable[[], Iterator[Step]]:
+    draw = train_features(x, recipe)
+    step = Step(x, lambda forward: task.loss(forward, draw()), 1)
+    return lambda: iter([step])
 
 
 def make_task(data: Data | GraphSet, device: torch.device, normalize: bool = False) -> Task:

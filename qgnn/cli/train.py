@@ -20,6 +20,7 @@ from qgnn.cli.plot import check_plot, write_plot
 from qgnn.cli.provenance import make_stamp, now
 from qgnn.cli.recipe import Recipe, num_edges_of, recipe_for
 from qgnn.cli.run import Run, train_run
+from qgnn.cli.sampled import SampledNodeTask, sampling_of
 from qgnn.cli.scheme import Scheme
 from qgnn.cli.task import Task, make_task
 from qgnn.cli.values import SEED
@@ -48,13 +49,18 @@ def train(options: argparse.Namespace) -> None:
         raise UsageError(f"the last seed of --seed {options.seed} --seeds {options.seeds}: {error}") from error
     by_graph = key(options.dataset) in GRAPH_ENTRIES
     check_fit(options, recipe_for(options, None if by_graph else 0), by_graph)
+    sampling = sampling_of(options, recipe_for(options, None if by_graph else 0), by_graph)
     schemes = combine(options)
     data = load_data(options)
     recipe = recipe_for(options, num_edges_of(data))
 
     stamp, utc = make_stamp(device), now()
     try:
-        task = make_task(data, device, recipe.normalize)
+        task: Task
+        if sampling is None:
+            task = make_task(data, device, recipe.normalize)
+        else:
+            task = SampledNodeTask(data, sampling, device, recipe.normalize)
         runs = train_all(task, schemes, options, recipe, device)
     except (RuntimeError, MemoryError) as error:
         # On a CPU torch has no error type of its own for this.
@@ -76,6 +82,7 @@ def train(options: argparse.Namespace) -> None:
         "model": options.model,
         "device": device.type,
         "recipe": asdict(recipe),
+        "sampling": None if sampling is None else asdict(sampling),
         "runs": runs,
     }
     Console().print(report.table(runs, report.caption(options.dataset, options.model, task, recipe, device)))

@@ -21,6 +21,16 @@ def whole(minimum: int, maximum: int | None = None) -> Check:
     return check
 
 
+def fanout(value: Any) -> int:
+    """A whole number from 1 on, or -1."""
+    if value == -1 and isinstance(value, int):
+        return value
+    try:
+        return int(whole(1)(value))
+    except ValueError as error:
+        raise ValueError(f"expected whole numbers of at least 1, or -1 for all (got {value!r})") from error
+
+
 def number(low: float, high: float, *, low_open: bool = False, high_open: bool = False) -> Check:
     """A number between ``low`` and ``high``, each included unless open."""
     ends = f"{'(' if low_open else '['}{low:g}, {high:g}{')' if high_open else ']'}"

@@ -22,16 +22,17 @@ class QuantizedFeatureStore(FeatureStore):
     to a GPU.
 
     What is put in under one of the names ``quantized`` becomes codes, to nearest; all else, such as labels, stays as it
-    is. Loaders give batches whose ``x`` is a :class:`qgnn.QTensor`, which every layer of :mod:`qgnn.nn` takes as it is:
-    it goes into the first product without being decoded. PyG's own layers take ``batch.x.dequantize()``. Features that
-    are larger than memory come from :func:`qgnn.data.write_features`.
+    is, as do codes of rows in any format (:class:`qgnn.QTensor`). Loaders give batches whose ``x`` is a
+    :class:`qgnn.QTensor`, which every layer of :mod:`qgnn.nn` takes as it is: it goes into the first product without
+    being decoded. PyG's own layers take ``batch.x.dequantize()``. Features that are larger than memory come from
+    :func:`qgnn.data.write_features`.
 
     Args:
         quantized: Names of attributes to quantize.
 
     Raises:
         TypeError: If what is put in under such a name is not floating point.
-        ValueError: If it is no matrix, or a row holds an infinity or NaN.
+        ValueError: If it is no matrix, a row holds an infinity or NaN, or codes lie along the rows.
         IndexError: If rows are asked for that there are not.
         KeyError: If there is no such attribute.
 
@@ -94,6 +95,10 @@ class QuantizedFeatureStore(FeatureStore):
     def _entry(self, value: Any, name: str) -> Tensor | QTensor | StoredFeatures:
         if isinstance(value, StoredFeatures):
             return value
+        if isinstance(value, QTensor):
+            if not value.has_parts:
+                raise ValueError(f"'QuantizedFeatureStore' expects codes of rows for {name!r} (got {value!r})")
+            return value.with_tensors(*value.tensors).to("cpu")
         if isinstance(value, np.ndarray):
             value = torch.from_numpy(value)
         if not isinstance(value, Tensor):

@@ -91,7 +91,7 @@ def test_both_counts_are_of_the_same_tensors(tiny: Data, model_name: str, name: 
     task.loss(forward, x)  # prepares the graph
     with scheme.compression.context() as counted:
         task.loss(forward, train_features(x, recipe)())
-    saved_mib, original_mib, features_mib, _ = inspect_step(model, x, task, recipe, scheme, CPU)
+    saved_mib, original_mib, features_mib, _ = inspect_step(model, next(task.steps(x, recipe)()), scheme, CPU)
     assert counted is not None
     if scheme.config is None:  # layers in int8 pack what they keep themselves, which the report cannot see
         assert counted.original_bytes == round((original_mib - features_mib) * MIB)
@@ -129,7 +129,7 @@ def test_layers_in_int8_pack_their_rows(tiny: Data) -> None:
         save = scheme.compression.blocks or "int8"
         assert [layer.config and layer.config.save for layer in model.convs] == [save] * 2 + [None]
         task.loss(forward_of(model, scheme, CPU), x)  # prepares the graph
-        saved, original, _, _ = inspect_step(model, x, task, recipe, packed, CPU)
+        saved, original, _, _ = inspect_step(model, next(task.steps(x, recipe)()), packed, CPU)
         saved_mib.append(saved)
         original_mib.append(original)
     assert original_mib[0] == original_mib[1]

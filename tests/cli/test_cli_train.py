@@ -44,7 +44,7 @@ def result(qgnn_train: Callable[..., int], tmp_path: Path) -> dict[str, Any]:
 
 
 def test_json_has_the_promised_keys(result: dict[str, Any]) -> None:
-    assert set(result) == PROVENANCE_KEYS | {"dataset", "model", "device", "recipe", "runs"}
+    assert set(result) == PROVENANCE_KEYS | {"dataset", "model", "device", "recipe", "sampling", "runs"}
     assert (result["dataset"], result["model"], result["device"]) == ("photo", "gcn", "cpu")
     assert [(run["precision"], run["seed"]) for run in result["runs"]] == [
         ("fp32", 5),

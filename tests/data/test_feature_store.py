@@ -17,6 +17,7 @@ from torch_geometric.loader import LinkLoader, NodeLoader
 import qgnn
 from qgnn import QConfig, QTensor, functional
 from qgnn.data import NeighborSampler, QuantizedFeatureStore, StoredFeatures, write_features
+from qgnn.formats import MSFP, MXFP4, Format, Int
 
 N, F = 40, 9
 X = torch.randn(N, F, generator=torch.Generator().manual_seed(0))
@@ -109,6 +110,17 @@ def test_other_names_can_be_quantized() -> None:
     store[None, "x", None], store[None, "embedding", None] = X, X.numpy()
     assert torch.equal(store[None, "x", None], X)
     assert_rows(store[None, "embedding", None], slice(None))
+
+
+@pytest.mark.parametrize("fmt", [Int(4), MSFP(3), MXFP4()], ids=str)
+def test_codes_stay_what_they_are(fmt: Format) -> None:
+    store, q = QuantizedFeatureStore(), fmt.encode(X)
+    store[None, "x", None] = q
+    rows = store[None, "x", torch.tensor([3, 1])]
+    assert torch.equal(rows.dequantize(), q.dequantize()[[3, 1]])
+    assert rows.nbytes * N == q.nbytes * 2
+    with pytest.raises(ValueError, match="expects codes of rows for 'x'"):
+        store[None, "x", None] = MSFP(3).encode(X, 0)
 
 
 def test_rows_are_put_update_and_removed() -> None:
