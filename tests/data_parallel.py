@@ -45,22 +45,28 @@ def leave() -> None:
     os._exit(0)
 
 
-def run(function: Callable[[int, str], None], folder: str) -> None:
+def join(rank: int, folder: str, ranks: int = RANKS) -> None:
+    """Meet the other processes."""
+    torch.set_num_threads(1)
+    rendezvous = f"file://{folder}/rendezvous"
+    torch.distributed.init_process_group(
+        "gloo", rendezvous, rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
+    )
+
+
+def run(function: Callable[[int, str], None], folder: str, ranks: int = RANKS) -> None:
     """``function`` in all processes, or an error after some minutes."""
-    processes = mp.spawn(function, (folder,), nprocs=RANKS, join=False)
+    processes = mp.spawn(function, (folder,), nprocs=ranks, join=False)
     end = time.monotonic() + SECONDS
     while not processes.join(timeout=5):
         if time.monotonic() > end:
             for process in processes.processes:
                 process.kill()
-            raise TimeoutError(f"two processes did not end within {SECONDS} seconds")
+            raise TimeoutError(f"{ranks} processes did not end within {SECONDS} seconds")
 
 
 def train(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", f"file://{folder}/rendezvous", rank=rank, world_size=RANKS, timeout=timedelta(seconds=120)
-    )
+    join(rank, folder)
     torch.manual_seed(1)
     model = DistributedDataParallel(Model())
     torch.manual_seed(100 + rank)  # so that the noise of rounding differs between the ranks
@@ -94,9 +100,6 @@ def gradients_alone(rank: int, model: nn.Module | None = None) -> list[Tensor]:
 
 
 def one_step(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", f"file://{folder}/rendezvous", rank=rank, world_size=RANKS, timeout=timedelta(seconds=120)
-    )
+    join(rank, folder)
     torch.save(gradients_alone(rank, DistributedDataParallel(nearest())), f"{folder}/{rank}.pt")
     leave()
