@@ -28,9 +28,9 @@ class Adjacency:
         """Number of rows."""
         return self.indptr.shape[0] - 1
 
-    def to(self, device: torch.device | str) -> Adjacency:
-        """The same edges on another device."""
-        return Adjacency(self.indptr.to(device), self.index.to(device), self.order.to(device))
+    def to(self, target: torch.device | torch.dtype | str) -> Adjacency:
+        """The same edges on another device, or in another type of indices."""
+        return Adjacency(self.indptr.to(target), self.index.to(target), self.order.to(target))
 
 
 def sort_by(row: Tensor, index: Tensor, num_rows: int) -> Adjacency:

@@ -8,22 +8,21 @@ version: a changed or replaced tensor is never served the old graph, and a dropp
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import index as as_index
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch_geometric import EdgeIndex
 from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import is_torch_sparse_tensor, to_edge_index
 
 from qgnn.adjacency import Adjacency, Permutation, sort_by
+from qgnn.edge_checks import check_edge_index, check_edge_weight, index_dtype, plain, sizes_of
+from qgnn.edge_updates import SortedEdges, as_rebuilt, grown, put_in, taken_out
 from qgnn.weak_cache import cached, is_recorded, lasting
 
 __all__ = ["Adjacency", "Graph"]
 
 _T = TypeVar("_T")
-_INT32_MAX = 2**31 - 1
 
 
 class Graph:
@@ -77,11 +76,11 @@ class Graph:
         Example:
             >>> graph = qgnn.Graph.from_edge_index(torch.tensor([[0, 1, 2], [1, 2, 0]]), num_nodes=3)
         """
-        edge_index = _plain(edge_index)
+        edge_index = plain(edge_index)
         num_sources, num_targets = sizes_of(num_nodes)
         check_edge_index(edge_index, num_sources, num_targets)
         with lasting():
-            edge_index = edge_index.to(_index_dtype(num_sources, num_targets, edge_index.shape[1]))
+            edge_index = edge_index.to(index_dtype(num_sources, num_targets, edge_index.shape[1]))
             source, target = edge_index[0], edge_index[1]
             graph = Graph(sort_by(target, source, num_targets), num_sources)
         if edge_weight is None:
@@ -194,6 +193,51 @@ class Graph:
         """The same edges with other weights, in CSR order."""
         return Graph(self.csr, self.num_sources, weight, self._shared)
 
+    def update(
+        self,
+        *,
+        add: Tensor | None = None,
+        add_weight: Tensor | None = None,
+        remove: Tensor | None = None,
+        remove_nodes: Tensor | None = None,
+        num_nodes: int | tuple[int, int] | None = None,
+    ) -> Graph:
+        """The graph with edges and nodes taken out and put in: what :meth:`from_edge_index` makes of the edges that are
+        left, in the order in which they were given, and of the new ones behind them.
+
+        It copies the sorted edges, where that would sort them all. This graph stays as it is, and so does what was
+        remembered for it; for the new one nothing is remembered yet.
+
+        Args:
+            add: Edges to put in, as the last step.
+            add_weight: Their weights, of a graph with weights.
+            remove: Edges to take out: which of the given ones, or their places.
+            remove_nodes: Nodes to take out with all their edges, of a graph with one set of nodes: which of all, or
+                their numbers. The others are numbered anew, in their order.
+            num_nodes: Number of nodes after that, or ``(num_sources, num_targets)``: new ones have the last numbers.
+
+        Shapes:
+            - **input:** ``add [2, A]`` integer, ``add_weight [A]`` float, ``remove [E]`` bool or ``[R]`` integer,
+              ``remove_nodes [N]`` bool or ``[R]`` integer
+
+        Raises:
+            ValueError: If a shape or type is another, a number is that of no edge or node, ``num_nodes`` is smaller
+                than before, or weights are given to a graph that has none, or the reverse.
+
+        Example:
+            >>> graph = graph.update(remove=is_old, add=new_edges, num_nodes=graph.num_sources + 3)
+        """
+        known = SortedEdges(self.csr, self._shared.get("csc"), self.num_sources, self.weight)
+        with lasting():
+            if remove is not None or remove_nodes is not None:
+                known = taken_out(known, remove, remove_nodes)
+            if num_nodes is not None:
+                known = grown(known, *sizes_of(num_nodes))
+            if add is not None or add_weight is not None:
+                known = put_in(known, add, add_weight)
+            known = as_rebuilt(known)
+        return Graph(known.csr, known.num_sources, known.weight, {} if known.csc is None else {"csc": known.csc})
+
     def edge_index(self, *, as_given: bool = False) -> Tensor:
         """The edges as int64 COO, ``[2, E]``, in CSR order or as they were given."""
         ends = (self.csr.index, self.target)
@@ -229,85 +273,6 @@ class Graph:
         return f"Graph({self.num_sources} -> {self.num_targets} nodes, {self.num_edges} edges{weighted})"
 
 
-def _index_dtype(*sizes: int) -> torch.dtype:
-    """int32 where it holds every index; int64 while compiling, where comparing symbolic sizes would be a guard."""
-    if torch.compiler.is_compiling() or max(sizes) > _INT32_MAX:
-        return torch.int64
-    return torch.int32
-
-
-def sizes_of(num_nodes: Any) -> tuple[int, int]:
-    """``(num_sources, num_targets)`` of a number of nodes or of such a pair."""
-    pair: tuple[Any, ...] = tuple(num_nodes) if isinstance(num_nodes, (tuple, list)) else (num_nodes, num_nodes)
-    if torch.compiler.is_compiling() and len(pair) == 2:
-        return pair  # symbolic sizes: a comparison would compile anew for each graph
-    try:
-        num_sources, num_targets = (as_index(n) for n in pair)
-    except (TypeError, ValueError):
-        num_sources = num_targets = -1
-    if num_sources < 0 or num_targets < 0:
-        raise ValueError(
-            f"'num_nodes' expects a number of nodes, or the pair (num_sources, num_targets) (got {num_nodes!r})"
-        )
-    return num_sources, num_targets
-
-
-def _plain(edge_index: Any) -> Any:
-    return edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index
-
-
-def check_edge_index(edge_index: Any, num_sources: int, num_targets: int) -> None:
-    """Raise unless ``edge_index`` is an integer tensor ``[2, E]`` whose entries are nodes."""
-    if not isinstance(edge_index, Tensor):
-        raise TypeError(
-            f"'edge_index' expects a tensor, EdgeIndex, sparse matrix or Graph (got {type(edge_index).__name__})"
-        )
-    if edge_index.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"'edge_index' expects torch.int64 node indices (got {edge_index.dtype}); "
-            f"convert it with 'edge_index.long()' (an empty one: torch.empty(2, 0, dtype=torch.long))"
-        )
-    if edge_index.dim() != 2 or edge_index.shape[0] != 2:
-        transposed = edge_index.dim() == 2 and edge_index.shape[1] == 2
-        hint = "; it looks transposed: pass 'edge_index.t().contiguous()'" if transposed else ""
-        raise ValueError(f"'edge_index' expects the shape [2, E] (got {list(edge_index.shape)}){hint}")
-    if edge_index.shape[1] == 0:
-        return
-    sizes = torch.tensor([[num_sources], [num_targets]], device=edge_index.device)
-    if torch.compiler.is_compiling():
-        inside = ((edge_index >= 0) & (edge_index < sizes)).all()
-        torch._assert_async(inside, "'edge_index' points outside the nodes")
-        return
-    low, high = torch.aminmax(edge_index, dim=1)
-    for row, name, size in ((0, "source", num_sources), (1, "target", num_targets)):
-        if int(low[row]) < 0 or int(high[row]) >= size:
-            worst = int(low[row]) if int(low[row]) < 0 else int(high[row])
-            raise ValueError(
-                f"'edge_index' expects {name} indices from 0 to {size - 1} (got {worst}); "
-                f"check that 'x' has a row for every node ({size} rows)"
-            )
-
-
-def check_edge_weight(edge_weight: Tensor, num_edges: int, num_columns: int | None = None) -> Tensor:
-    """Edge weights as a float vector ``[E]``; a column ``[E, 1]`` is accepted, and for rows of ``num_columns`` columns
-    a weight a head, ``[E, H]``."""
-    if not isinstance(edge_weight, Tensor):
-        raise TypeError(f"'edge_weight' expects a tensor (got {type(edge_weight).__name__})")
-    if not edge_weight.is_floating_point():
-        raise ValueError(f"'edge_weight' expects a floating-point tensor (got {edge_weight.dtype})")
-    if edge_weight.dim() == 2 and edge_weight.shape[1] == 1:
-        edge_weight = edge_weight.squeeze(1)
-    by_head = num_columns is not None and edge_weight.dim() == 2
-    if edge_weight.shape[:1] != (num_edges,) or not (by_head or edge_weight.dim() == 1):
-        raise ValueError(f"'edge_weight' expects one value an edge, [{num_edges}] (got {list(edge_weight.shape)})")
-    if num_columns is not None and by_head and (edge_weight.shape[1] == 0 or num_columns % edge_weight.shape[1]):
-        raise ValueError(
-            f"'edge_weight' expects a number of heads that divides the {num_columns} columns of the rows "
-            f"(got {list(edge_weight.shape)})"
-        )
-    return edge_weight
-
-
 def kind_of(adjacency: Any) -> str:
     """``"graph"``, ``"torch_sparse"``, ``"sparse matrix"`` or ``"edge_index"``."""
     if isinstance(adjacency, Graph):
@@ -323,7 +288,7 @@ def to_edges(adjacency: Any) -> tuple[Any, Tensor | None]:
     if kind == "graph":
         return adjacency.edge_index(), adjacency.weight
     if kind == "edge_index":
-        return _plain(adjacency), None
+        return plain(adjacency), None
     if kind == "sparse matrix" and adjacency.layout == torch.sparse_coo:
         coalesced = adjacency.coalesce()  # PyG's conversion would mark the caller's own matrix as coalesced
         return coalesced.indices().flip(0), coalesced.values()
@@ -367,7 +332,7 @@ def identity(adjacency: Any, weights: bool) -> tuple[Any, ...]:
     elif kind == "torch_sparse":
         tensors, value = (adjacency.storage.col(), adjacency.storage.rowptr()), adjacency.storage.value()
     else:
-        tensors, value = (_plain(adjacency),), None
+        tensors, value = (plain(adjacency),), None
     return tensors if value is None or not weights else (*tensors, value)
 
 

@@ -81,6 +81,14 @@ class QTensor:
         """:attr:`shape`, or its entry ``dim``, as of a tensor."""
         return self.shape if dim is None else self.shape[dim]
 
+    def dim(self) -> int:
+        """Number of dimensions, as of a tensor."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """Number of values, as of a tensor."""
+        return self.shape.numel()
+
     def unbind(self) -> tuple[QTensor, ...]:
         """Its parts along the first dimension, as of a tensor. They are not packed if that is the dimension that codes
         are packed along, or share scales of blocks along."""
@@ -164,6 +172,14 @@ class QTensor:
         if isinstance(device, torch.dtype):
             raise TypeError(f"'QTensor.to' expects a device (got {device}); dequantize() gives values of a type")
         return self._map(lambda t: t.to(device=device, non_blocking=non_blocking))
+
+    def cpu(self) -> QTensor:
+        """The same in the memory of the host, as of a tensor."""
+        return self.to("cpu")
+
+    def cuda(self, device: torch.device | int | str | None = None, non_blocking: bool = False) -> QTensor:
+        """The same on a GPU, as of a tensor."""
+        return self._map(lambda t: t.cuda(device, non_blocking))
 
     def pin_memory(self) -> QTensor:
         """The same in pinned memory, from which copies to a GPU do not wait."""

@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "trace",
         "weak_cache",
     ),
-    ("graph",),
+    ("edge_checks", "edge_updates", "graph"),
     ("reference",),
     ("ops",),
     ("compressed_tensor", "config", "formats"),
@@ -45,6 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 OUTSIDE: dict[str, frozenset[str]] = {
     "kernels": frozenset({"triton"}),
     "trace": frozenset({"rich"}),
+    "edge_checks": frozenset({"torch_geometric"}),
     "graph": frozenset({"torch_geometric", "torch_sparse"}),
     "nn": frozenset({"torch_geometric", "torch_sparse"}),
     "compress": frozenset({"torch_geometric", "rich"}),

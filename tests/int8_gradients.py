@@ -35,7 +35,14 @@ def exchange(rank: int, folder: str) -> None:
     poisoned = values_of(rank, 100)
     if rank == 1:
         poisoned[7] = torch.inf
-    found["poisoned"] = _exchange(Int8State(block_size=16), poisoned)
+    state = Int8State(block_size=16, error_feedback=True)
+    found["poisoned"] = _exchange(state, poisoned)
+    found["behind"] = _exchange(state, values_of(rank, 100))
+    found["sizes"] = {}
+    for size in (1, RANKS * 1024, RANKS * 1024 + 1, 5000):
+        state = Int8State()
+        _exchange(state, values_of(rank, size))
+        found["sizes"][size] = state.sent_bytes, state.full_bytes
     torch.save(found, f"{folder}/{rank}.pt")
     leave()
 

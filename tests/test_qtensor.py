@@ -157,12 +157,14 @@ def test_to_moves_all_of_it() -> None:
     moved = q.to("meta")
     assert {t.device.type for t in (*moved.tensors, moved.origin, *moved.columns.tensors) if t is not None} == {"meta"}
     assert (moved.shape, moved.dtype) == (q.shape, q.dtype)
+    assert (q.dim(), q.numel(), q.cpu().device.type) == (2, 10, "cpu")
     with pytest.raises(TypeError, match=r"expects a device \(got torch.float16\)"):
         q.to(torch.float16)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU")
-def test_pinned_memory() -> None:
+def test_other_memory() -> None:
+    assert Int(8).encode(torch.randn(5, 4)).cuda().cpu().device.type == "cpu"
     q = Int(8).encode(torch.randn(5, 4)).pin_memory()
     assert q.storage.is_pinned()
     assert q.scales.is_pinned()

@@ -98,8 +98,10 @@ typedef struct {
     float last[ROWS];
 } panel;
 
-INLINE void copy_codes(x_code *restrict to, const int8_t *restrict from, int64_t n) {
+/* n codes, and zeros up to `width`: so has the weight, but what lies in scratch may be a NaN. */
+INLINE void copy_codes(x_code *restrict to, const int8_t *restrict from, int64_t n, int64_t width) {
     for (int64_t k = 0; k < n; k++) to[k] = (x_code)(from[k] + OFFSET);
+    for (int64_t k = n; k < width; k++) to[k] = 0;
 }
 
 INLINE void pack_panel(
@@ -113,10 +115,10 @@ INLINE void pack_panel(
         const uint8_t *of_row = exponent + row * stride_exponent;
         x_code *codes = p->codes + r * blocks * width;
         float *factor = p->factor + r * blocks;
-        if (width == block_size) copy_codes(codes, from, K);
+        if (width == block_size) copy_codes(codes, from, K, blocks * width);
         else
             for (int64_t b = 0; b < blocks; b++)
-                copy_codes(codes + b * width, from + b * block_size, min_i64(block_size, K - b * block_size));
+                copy_codes(codes + b * width, from + b * block_size, min_i64(block_size, K - b * block_size), width);
         int is_nan = 0;
         for (int64_t b = 0; b < blocks; b++) {
             const uint32_t e = of_row[b];

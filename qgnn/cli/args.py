@@ -58,7 +58,7 @@ def list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def fanout(text: str) -> tuple[int, ...]:
-    """An argument type: whole numbers of at least 1, or -1, between commas."""
+    """An argument type: whole numbers of at least 1, or ``all``, between commas."""
     check = argument(values.fanout, int)
     return tuple(check(item.strip()) for item in text.split(","))
 
@@ -145,15 +145,15 @@ def _add_train(commands: Any) -> None:
         "--sampler",
         choices=("full", "neighbor"),
         default="full",
-        help="the whole graph, or some of its nodes and sampled neighborhoods, from features that stay in the host's "
-        "memory, as int8 rows where the first layer takes them so; accuracy is that of the whole graph (default: "
-        "%(default)s)",
+        help="the whole graph, or some of its nodes and sampled neighborhoods, whose features are gathered in the "
+        "host's memory, as int8 rows where the first layer takes them so; accuracy is that of a pass over the whole "
+        "graph (default: %(default)s)",
     )
     batches.add_argument(
         "--fanout",
         type=fanout,
         metavar="LIST",
-        help="edges into each node at most, hop by hop, -1 for all (default: 15, and 10 for further hops)",
+        help="edges into each node at most, or all, hop by hop (default: 15, and 10 for further hops)",
     )
     batches.add_argument("--batch-size", type=at_least(1), metavar="N", help="nodes to train on (default: 1024)")
     batches.add_argument(

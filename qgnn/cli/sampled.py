@@ -62,8 +62,8 @@ def sampling_of(options: argparse.Namespace, recipe: Recipe, by_graph: bool) -> 
 class SampledNodeTask(NodeTask):
     """Classes of the nodes of one graph; a step sees some of them and sampled neighborhoods.
 
-    The graph and its features stay in the memory of the host, features as codes where the first layer takes them as
-    such. Scores are those of a pass over the whole graph.
+    Batches are made in the memory of the host, from features that are codes where the first layer takes them as such.
+    Scores are those of a pass over the whole graph on the device.
 
     Args:
         data: The graph, with ``x``, ``edge_index``, ``y`` and the three masks.

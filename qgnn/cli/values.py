@@ -22,13 +22,13 @@ def whole(minimum: int, maximum: int | None = None) -> Check:
 
 
 def fanout(value: Any) -> int:
-    """A whole number from 1 on, or -1."""
-    if value == -1 and isinstance(value, int):
-        return value
+    """A whole number from 1 on, or ``"all"``, which is -1."""
+    if value == "all":
+        return -1
     try:
         return int(whole(1)(value))
     except ValueError as error:
-        raise ValueError(f"expected whole numbers of at least 1, or -1 for all (got {value!r})") from error
+        raise ValueError(f"expected whole numbers of at least 1, or all (got {value!r})") from error
 
 
 def number(low: float, high: float, *, low_open: bool = False, high_open: bool = False) -> Check:

@@ -24,16 +24,18 @@ class QuantizedFeatureStore(FeatureStore):
     What is put in under one of the names ``quantized`` becomes codes, to nearest; all else, such as labels, stays as it
     is, as do codes of rows in any format (:class:`qgnn.QTensor`). Loaders give batches whose ``x`` is a
     :class:`qgnn.QTensor`, which every layer of :mod:`qgnn.nn` takes as it is: it goes into the first product without
-    being decoded. PyG's own layers take ``batch.x.dequantize()``. Features that are larger than memory come from
-    :func:`qgnn.data.write_features`.
+    being decoded. PyG's own layers, and transforms that compute with features, take ``batch.x.dequantize()``. Features
+    that are larger than memory come from :func:`qgnn.data.write_features`. With any store PyG gives batches no
+    attributes of edges: ``data.edge_weight[batch.e_id]`` has their weights.
 
     Args:
         quantized: Names of attributes to quantize.
 
     Raises:
         TypeError: If what is put in under such a name is not floating point.
-        ValueError: If it is no matrix, a row holds an infinity or NaN, or codes lie along the rows.
-        IndexError: If rows are asked for that there are not.
+        ValueError: If it is no matrix, a row holds an infinity or NaN, codes lie along the rows, or rows are put into
+            codes of another kind or into files.
+        IndexError: If numbers or a mask are not those of rows.
         KeyError: If there is no such attribute.
 
     Shapes:
@@ -41,7 +43,8 @@ class QuantizedFeatureStore(FeatureStore):
 
     Example:
         >>> store = qgnn.data.QuantizedFeatureStore.from_data(data)
-        >>> loader = NeighborLoader((store, data), num_neighbors=[15, 10], input_nodes=data.train_mask, batch_size=1024)
+        >>> sampler = qgnn.data.NeighborSampler(data, [15, 10])
+        >>> loader = NodeLoader((store, data), sampler, input_nodes=data.train_mask, batch_size=1024)
         >>> batch = next(iter(loader))
         >>> out = model(batch.x, batch.edge_index)[: batch.batch_size]
     """
@@ -50,6 +53,7 @@ class QuantizedFeatureStore(FeatureStore):
         super().__init__()
         self._quantized = frozenset(quantized)
         self._entries: dict[_Key, Tensor | QTensor | StoredFeatures] = {}
+        self._owned: set[_Key] = set()
 
     @classmethod
     def from_data(cls, data: Data | HeteroData, quantized: Collection[str] = ("x",)) -> QuantizedFeatureStore:
@@ -62,7 +66,8 @@ class QuantizedFeatureStore(FeatureStore):
         store = cls(quantized)
         for nodes in data.node_stores:
             for name, value in nodes.items():
-                if isinstance(value, Tensor) and nodes.is_node_attr(name):
+                is_rows = isinstance(value, Tensor) and nodes.is_node_attr(name)
+                if is_rows or isinstance(value, QTensor):
                     store.put_tensor(value, group_name=nodes._key, attr_name=name, index=None)
         return store
 
@@ -83,13 +88,24 @@ class QuantizedFeatureStore(FeatureStore):
         entry = self._entry(tensor, str(attr.attr_name))
         if attr.index is None:
             self._entries[_key(attr)] = entry
+            self._owned.discard(_key(attr))
             return True
-        held = self._entries.get(_key(attr))
-        if held is None or isinstance(held, StoredFeatures) or isinstance(entry, StoredFeatures):
-            return False
-        index = _index_of(attr.index, _rows_of(held).shape[0])
+        key = _key(attr)
+        held = self._entries.get(key)
+        if held is None:
+            raise KeyError(f"'QuantizedFeatureStore' has no {attr.attr_name!r} to put rows into; put all of it in")
+        if _kind_of(held) != _kind_of(entry) or isinstance(held, StoredFeatures) or isinstance(entry, StoredFeatures):
+            raise ValueError(
+                f"'QuantizedFeatureStore' puts rows into tensors of their kind in memory (got {entry!r} for {held!r}); "
+                f"put all of it in anew"
+            )
+        if key not in self._owned:  # what was put in may still be the caller's
+            held = held.clone() if isinstance(held, Tensor) else held.with_tensors(*(t.clone() for t in _tensors(held)))
+            self._entries[key] = held
+            self._owned.add(key)
+        index = _index_of(attr.index, held.shape[0])
         for into, rows in zip(_tensors(held), _tensors(entry), strict=True):
-            into[index] = rows.to(into.dtype)
+            _numbers(into)[index] = _numbers(rows)
         return True
 
     def _entry(self, value: Any, name: str) -> Tensor | QTensor | StoredFeatures:
@@ -151,7 +167,11 @@ def _key(attr: TensorAttr) -> _Key:
 
 
 def _kind_of(entry: Tensor | QTensor | StoredFeatures) -> str:
-    return str(entry.dtype).removeprefix("torch.") if isinstance(entry, Tensor) else "int8"
+    if isinstance(entry, Tensor):
+        return str(entry.dtype).removeprefix("torch.")
+    rows = _rows_of(entry)
+    assert isinstance(rows, QTensor)
+    return rows.name
 
 
 def _rows_of(entry: Tensor | QTensor | StoredFeatures) -> Tensor | QTensor:
@@ -160,14 +180,24 @@ def _rows_of(entry: Tensor | QTensor | StoredFeatures) -> Tensor | QTensor:
 
 def _tensors(rows: Tensor | QTensor) -> list[Tensor]:
     """What has a row for each node."""
-    return [rows.storage, rows.scales] if isinstance(rows, QTensor) else [rows]
+    return [t for t in rows.tensors if t is not None] if isinstance(rows, QTensor) else [rows]
+
+
+def _numbers(t: Tensor) -> Tensor:
+    """A view that torch can write to by index, which it cannot do with floats of one byte."""
+    return t.view(torch.uint8) if t.is_floating_point() and t.dtype.itemsize == 1 else t
 
 
 def _index_of(index: Any, num_rows: int) -> Tensor | slice:
     """Rows that there are."""
     if isinstance(index, slice):
-        return index
+        return index if index.step in (None, 1) else torch.arange(num_rows)[index]
     index = torch.as_tensor(index)
+    if index.is_floating_point() or (index.dtype == torch.bool and index.shape != (num_rows,)):
+        raise IndexError(
+            f"'QuantizedFeatureStore' expects a mask [{num_rows}] or numbers of rows (got {index.dtype} of shape "
+            f"{list(index.shape)})"
+        )
     if index.dtype == torch.bool:
         index = index.nonzero()
     index = index.view(-1).to("cpu", torch.int64)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import BaseSampler, EdgeSamplerInput, NegativeSampling, NodeSamplerInput, SamplerOutput
 from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 
@@ -28,10 +29,17 @@ class NeighborSampler(BaseSampler):
         num_neighbors: Edges into each node of a hop at most, from the seeds outward; -1 for all.
         num_nodes: Number of nodes, where ``graph`` does not tell it.
 
+    Shapes:
+        - **input:** ``graph`` with E edges among N nodes
+        - **output:** of a batch of B seeds, ``node [B + M]`` with the seeds first; ``row``, ``col`` and ``edge``, one
+          entry an edge
+
     Raises:
-        TypeError: If numbers of neighbors are no integers.
+        TypeError: If numbers of neighbors are no integers, or the graph has several types.
         ValueError: If there is no hop, a number is below -1, the graph has two sets of nodes or is not on the CPU, or
             nobody says how many nodes there are.
+        IndexError: If a seed is no node.
+        NotImplementedError: If seeds have times.
 
     Example:
         >>> sampler = qgnn.data.NeighborSampler(data, [15, 10])
@@ -40,15 +48,14 @@ class NeighborSampler(BaseSampler):
 
     def __init__(self, graph: Any, num_neighbors: Sequence[int], num_nodes: int | None = None) -> None:
         super().__init__()
-        for number in num_neighbors:
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise TypeError(f"'NeighborSampler' expects integers in 'num_neighbors' (got {number!r})")
+        if not isinstance(num_neighbors, Sequence) or not all(_is_integer(number) for number in num_neighbors):
+            raise TypeError(f"'NeighborSampler' expects a list of integers as 'num_neighbors' (got {num_neighbors!r})")
         if not num_neighbors or min(num_neighbors) < -1:
             raise ValueError(
                 f"'NeighborSampler' expects in 'num_neighbors' a number for each hop, or -1 for all neighbors (got "
                 f"{list(num_neighbors)})"
             )
-        self.num_neighbors = tuple(num_neighbors)
+        self.num_neighbors = tuple(map(int, num_neighbors))
         self._csr = _graph_of(graph, num_nodes).csr
         self._place: Tensor | None = None
 
@@ -78,9 +85,14 @@ class NeighborSampler(BaseSampler):
                 "'NeighborSampler' knows no times of edges; use PyG's NeighborSampler, with pyg-lib"
             )
         seeds = seeds.long()
-        if self._place is None:
-            self._place = torch.full((self.num_nodes,), -1)
-        place, key = self._place, make_seed()
+        if seeds.numel() and not (int(seeds.min()) >= 0 and int(seeds.max()) < self.num_nodes):
+            raise IndexError(
+                f"'NeighborSampler' has nodes 0 to {self.num_nodes - 1} (got {int(seeds.min())} to {int(seeds.max())})"
+            )
+        place, self._place = self._place, None  # back at the end: an error would leave something in it
+        if place is None:
+            place = torch.full((self.num_nodes,), -1)
+        key = make_seed()
         nodes, sources, targets, edges = [seeds], [], [], []
         place[seeds] = torch.arange(len(seeds))
         first, num_found = 0, len(seeds)
@@ -96,6 +108,7 @@ class NeighborSampler(BaseSampler):
             first, num_found = num_found, num_found + len(found)
         node = torch.cat(nodes)
         place[node] = -1
+        self._place = place
         return SamplerOutput(
             node,
             *map(torch.cat, (sources, targets, edges)),
@@ -111,7 +124,15 @@ class NeighborSampler(BaseSampler):
         return f"NeighborSampler({list(self.num_neighbors)}, {self.num_nodes} nodes, {self._csr.index.shape[0]} edges)"
 
 
+def _is_integer(number: Any) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool)
+
+
 def _graph_of(graph: Any, num_nodes: int | None) -> Graph:
+    if isinstance(graph, HeteroData):
+        raise TypeError(
+            "'NeighborSampler' expects a graph with one type of nodes and edges (got HeteroData); use PyG's"
+        )
     if isinstance(graph, Data):
         num_nodes = graph.num_nodes if num_nodes is None else num_nodes
         graph = graph.edge_index if graph.edge_index is not None else graph.get("adj_t")

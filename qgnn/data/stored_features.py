@@ -110,9 +110,10 @@ def write_features(
     Raises:
         FileExistsError: If there is something of this name.
         ValueError: If ``rows`` is no matrix, a row holds an infinity or NaN, or what an interrupted call left is of
-            other sizes.
+            other rows: of other sizes, or with other values in the first chunk.
         TypeError: If rows are not floating-point numbers.
         FeatureFileError: If another process is writing the folder.
+        OSError: If there is no space for all rows, before the first is read.
 
     Example:
         >>> rows = numpy.load("features.npy", mmap_mode="r")
@@ -138,16 +139,27 @@ def write_features(
     part = path.with_name(f"{path.name}.part")
     with _locked(part):
         codes, scales, checksums = _opened(part, meta)
+        written = [bool(mark) for mark in checksums[:, 1] == 1]
         for chunk, where in enumerate(_chunks(num_rows, chunk_rows)):
-            if checksums[chunk, 1] == 1:
+            if written[chunk] and chunk != written.index(True):
                 continue
             q = _quantized(_matrix(rows, where), where.start, device)
+            if written[chunk]:
+                if _checksum(q) != checksums[chunk, 0]:
+                    raise ValueError(
+                        f"{str(part)!r} is of other features (rows {where.start} to {where.stop - 1} differ); delete "
+                        f"it to begin anew"
+                    )
+                continue
             codes[where], scales[where] = q.storage.numpy(), q.scales.numpy()
             codes.flush()
             scales.flush()
             checksums[chunk] = _checksum(q), 1
             checksums.flush()
-        part.rename(path)
+        try:
+            part.rename(path)
+        except OSError as error:
+            raise FileExistsError(f"{str(path)!r} was made meanwhile; the features are in {str(part)!r}") from error
         _sync(path.parent)
     return StoredFeatures(path)
 
@@ -157,8 +169,8 @@ def check_finite(scales: Tensor, first: int = 0) -> None:
     bad = scales.view(-1).isnan().nonzero()
     if bad.numel():
         raise ValueError(
-            f"features should be finite (row {first + int(bad[0])} holds an infinity or NaN); replace what is missing, "
-            f"as torch.nan_to_num does"
+            f"features should be finite in fp32 (row {first + int(bad[0])} holds an infinity, NaN or larger number); "
+            f"replace what is missing, as torch.nan_to_num does"
         )
 
 
@@ -175,7 +187,15 @@ def _matrix(rows: Any, where: slice) -> Tensor:
     if shape is None or len(shape) != 2:
         raise ValueError(f"features should be a matrix [N, F] (got {type(rows).__name__} of shape {shape})")
     values = rows[where]
-    values = values.detach() if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
+    if not isinstance(values, Tensor):
+        values = np.array(values)
+        values = torch.from_numpy(values.astype(values.dtype.newbyteorder("="), copy=False))
+    values = values.detach()
+    num_rows = min(where.stop, shape[0]) - where.start
+    if values.shape != (num_rows, shape[1]):
+        raise ValueError(
+            f"features of shape {tuple(shape)} should give {num_rows} rows for {where} (got {tuple(values.shape)})"
+        )
     if _name_of(values.dtype) not in _DTYPES:
         raise TypeError(
             f"features should be floating-point numbers (got {values.dtype}); convert them, as .float() does"
@@ -215,7 +235,7 @@ def _opened(part: Path, meta: dict[str, Any]) -> tuple[np.memmap, np.memmap, np.
     described = part / "features.json"
     if not described.exists():  # it is written last
         for name, (dtype, shape) in _arrays(meta).items():
-            open_memmap(part / f"{name}.npy", "w+", dtype, shape).flush()
+            _make(part / f"{name}.npy", dtype, shape)
         written = part / "features.json.new"
         written.write_text(json.dumps(meta), encoding="utf-8")
         _sync(written)
@@ -227,6 +247,16 @@ def _opened(part: Path, meta: dict[str, Any]) -> tuple[np.memmap, np.memmap, np.
         raise ValueError(f"{str(part)!r} is of other features (these have {differing}); delete it to begin anew")
     codes, scales, checksums = (_mapped(part, name, meta, "r+") for name in _arrays(meta))
     return codes, scales, checksums
+
+
+def _make(path: Path, dtype: str, shape: tuple[int, ...]) -> None:
+    """An array of zeros, with space on the disk: a page that finds none when it is written would end the process."""
+    array = open_memmap(path, "w+", dtype, shape)
+    if hasattr(os, "posix_fallocate"):
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, array.offset + max(1, array.nbytes))
+            file.truncate(array.offset + array.nbytes)
+    array.flush()
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:

@@ -6,7 +6,8 @@ of fp32 sends 8 (W - 1) / W. Both roundings are stochastic and independent, so t
 all processes decode the same codes, so that their parameters stay the same, bit for bit.
 
 There is one exchange a step, when the last gradient is known: models of graphs are small, so that messages are what
-costs, and what is rounded with what does not depend on the buckets, which change places after the first step.
+costs, and what is rounded with what does not depend on the size of buckets, or on the order that they take after the
+first step. (With ``find_unused_parameters`` that order is another one from the first step on.)
 """
 
 # DistributedDataParallel compares the annotations of a hook with the types: they may not become strings here.
@@ -28,8 +29,9 @@ class Int8State:
     Args:
         process_group: The processes; ``None`` for all.
         block_size: Values that share a scale.
-        error_feedback: Whether what rounding takes from a gradient is added to the next one. It takes memory for one
-            more gradient in fp32; without it, steps are unbiased one by one.
+        error_feedback: Whether what rounding takes from a gradient is added to the next one, in the units of its own:
+            of a gradient scaler, those of its scale then. It takes memory for one more gradient in fp32; without it,
+            steps are unbiased one by one.
         seed: Of the rounding, the same in all processes. Each draws for itself, and each step anew.
 
     Attributes:
@@ -60,22 +62,24 @@ class Int8State:
         self._order: dict[int, int] = {}  # by the id of a parameter, as in the first step
         self._buckets: list[tuple[dist.GradBucket, _Future]] = []
 
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        return {"block_size": self.block_size, "error_feedback": self.error_feedback, "seed": self.seed}
+
     def state_dict(self) -> dict[str, Any]:
         """What a process of the same rank has to know to go on as this one would: seeds follow from the step."""
         errors = None if self._errors is None else [error.clone() for error in self._errors]
-        return {"step": self.step, "errors": errors}
+        return {**self._arguments, "step": self.step, "errors": errors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a :meth:`state_dict`.
 
         Raises:
-            ValueError: If it is one with ``error_feedback`` and this is not, or the reverse.
+            ValueError: If it is one of other arguments.
         """
-        if state["step"] and (state["errors"] is not None) != self.error_feedback:
-            raise ValueError(
-                f"'Int8State' expects a state of its kind (got one {'without' if self.error_feedback else 'with'} "
-                f"error_feedback); give the same arguments as before"
-            )
+        for name, value in self._arguments.items():
+            if state[name] != value:
+                raise ValueError(f"'Int8State' has {name}={value} (got the state of one with {state[name]})")
         self.step = state["step"]
         self._errors = None if state["errors"] is None else tuple(error.clone() for error in state["errors"])
 
@@ -83,16 +87,22 @@ class Int8State:
 def int8_hook(state: Int8State, bucket: dist.GradBucket) -> _Future:
     """A communication hook of ``DistributedDataParallel`` that averages gradients in int8, with a scale a block.
 
-    An infinity or NaN makes its block NaN, which a gradient scaler finds.
+    An infinity or NaN makes its block NaN, which a gradient scaler finds; no later step sees it.
 
     Args:
-        state: That of the model.
+        state: That of the model; its processes are those of the model too.
         bucket: Some of its gradients.
+
+    Raises:
+        NotImplementedError: If gradients are sparse.
+        ValueError: If a state was loaded that is one of another number of processes, or of another model.
 
     Example:
         >>> model = DistributedDataParallel(model)
         >>> model.register_comm_hook(Int8State(), int8_hook)
     """
+    if bucket.buffer().is_sparse:
+        raise NotImplementedError("'int8_hook' expects dense gradients (got sparse ones); give Embedding sparse=False")
     if bucket.index() == 0:
         state._buckets.clear()  # of a step that an error ended
     device = bucket.buffer().device
@@ -126,8 +136,9 @@ def _exchange(state: Int8State, flat: Tensor) -> Tensor:
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if world == 1:
         return flat
-    size, block_size = flat.numel(), min(state.block_size, -(-flat.numel() // world))
-    num_blocks = -(-size // (world * block_size))
+    size = flat.numel()
+    num_blocks = -(-size // (world * state.block_size))
+    block_size = -(-size // (world * num_blocks))  # no longer than they have to be
     rows = torch.nn.functional.pad(flat, (0, world * num_blocks * block_size - size)).view(-1, block_size)
     own = slice(rank * num_blocks, (rank + 1) * num_blocks)
     errors = _errors_of(state, rows, own) if state.error_feedback else None
@@ -141,14 +152,14 @@ def _exchange(state: Int8State, flat: Tensor) -> Tensor:
     parts[rank] = rows[own]  # which went nowhere, and need not be rounded
     mean = parts.sum(0).div_(world)
     if errors is not None:
-        torch.sub(rows, decode(sent), out=errors[0])
+        errors[0].copy_(_finite(rows - decode(sent)))
         errors[0][own] = 0.0
         mean += errors[1]
 
     sent_mean = encode(mean, seed_of(flat.device, state.seed, state.step, rank, 1))
     dist.all_gather(list(received.chunk(world)), sent_mean, group=group)
     if errors is not None:
-        torch.sub(mean, decode(sent_mean), out=errors[1])
+        errors[1].copy_(_finite(mean - decode(sent_mean)))
     state.sent_bytes += 2 * (world - 1) * sent_mean.numel()
     state.full_bytes += 2 * (world - 1) * 4 * size // world
     return decode(received).view(-1)[:size]
@@ -156,6 +167,17 @@ def _exchange(state: Int8State, flat: Tensor) -> Tensor:
 
 def _errors_of(state: Int8State, rows: Tensor, own: slice) -> tuple[Tensor, Tensor]:
     """What earlier steps have left."""
-    if state._errors is None or state._errors[0].shape != rows.shape:
+    if state._errors is None:
         state._errors = torch.zeros_like(rows), torch.zeros_like(rows[own])
+    elif state._errors[0].shape != rows.shape:
+        raise ValueError(
+            f"'int8_hook' has errors of {list(state._errors[0].shape)} blocks (got gradients of {list(rows.shape)}); a "
+            f"state belongs to one model and one number of processes"
+        )
+    state._errors = state._errors[0].to(rows.device), state._errors[1].to(rows.device)
     return state._errors
+
+
+def _finite(errors: Tensor) -> Tensor:
+    """Without what an infinity or NaN leaves."""
+    return errors.nan_to_num_(0.0, 0.0, 0.0)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qgnn import ops
 from qgnn.config import QConfig, check_product_config
+from qgnn.edge_checks import check_edge_weight
 from qgnn.functional._checks import (
     check_device,
     check_float,
@@ -27,7 +28,7 @@ from qgnn.functional._packed import kept_rows
 from qgnn.functional._rounded import aggregated, message_rows, rounded
 from qgnn.functional.activation import activation as activation_behind
 from qgnn.functional.dense import linear
-from qgnn.graph import Graph, as_graph, check_edge_weight
+from qgnn.graph import Graph, as_graph
 from qgnn.qtensor import QTensor
 
 _SUMS = ("sum", "mean")

@@ -13,7 +13,8 @@ from torch_geometric.utils.loop import compute_loop_attr
 from torch_geometric.utils.sparse import set_sparse_value
 
 from qgnn import functional
-from qgnn.graph import Graph, check_edge_index, identity, kind_of, to_edges
+from qgnn.edge_checks import check_edge_index
+from qgnn.graph import Graph, identity, kind_of, to_edges
 from qgnn.weak_cache import cached
 
 

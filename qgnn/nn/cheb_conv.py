@@ -11,7 +11,8 @@ from torch_geometric.nn.conv import ChebConv
 
 from qgnn import functional
 from qgnn.config import QConfig
-from qgnn.graph import Graph, check_edge_index, check_edge_weight, identity, to_edges, weight_of
+from qgnn.edge_checks import check_edge_index, check_edge_weight
+from qgnn.graph import Graph, identity, to_edges, weight_of
 from qgnn.nn._common import aggregate, float_rows, initialize_lazy, operand
 from qgnn.nn._propagation import SUM, PropagationConv
 from qgnn.nn.epilogue import Epilogue

@@ -12,17 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qgnn.graph import (
-    Graph,
-    as_graph,
-    check_edge_index,
-    check_edge_weight,
-    check_num_nodes,
-    identity,
-    kind_of,
-    to_edges,
-    weight_of,
-)
+from qgnn.edge_checks import check_edge_index, check_edge_weight
+from qgnn.graph import Graph, as_graph, check_num_nodes, identity, kind_of, to_edges, weight_of
 from qgnn.weak_cache import cached
 
 # What becomes of self-loops that a graph has already, by the kind of its edges, as in PyG: the weight of (the last copy

@@ -11,7 +11,8 @@ from torch_geometric.nn.conv import RGCNConv
 
 from qgnn import functional
 from qgnn.config import QConfig
-from qgnn.graph import Graph, check_edge_index, identity, kind_of, to_edges
+from qgnn.edge_checks import check_edge_index
+from qgnn.graph import Graph, identity, kind_of, to_edges
 from qgnn.nn._common import check_flow, float_rows, operand
 from qgnn.nn._propagation import SUM_OR_MEAN, PropagationConv
 from qgnn.nn.epilogue import Epilogue

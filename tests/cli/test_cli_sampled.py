@@ -9,7 +9,7 @@ import torch
 from torch_geometric.data import Data
 
 from qgnn import QTensor
-from qgnn.cli.args import MODELS
+from qgnn.cli.args import MODELS, build_parser
 from qgnn.cli.recipe import Recipe
 from qgnn.cli.run import paired_run, train_run
 from qgnn.cli.sampled import SampledNodeTask, Sampling
@@ -112,6 +112,11 @@ def test_compression_and_schedules_follow_batches(tiny: Data) -> None:
     assert run.widths == (2, 2, 8, 8)
 
 
+def test_all_neighbors_have_a_name() -> None:
+    options = build_parser().parse_args(["train", "--sampler", "neighbor", "--fanout", "all,3"])
+    assert options.fanout == (-1, 3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -119,8 +124,8 @@ def test_compression_and_schedules_follow_batches(tiny: Data) -> None:
         (["--batch-size", "5"], "--batch-size expects --sampler neighbor"),
         (["--workers", "0"], "--workers expects --sampler neighbor"),
         (["--sampler", "neighbor", "--fanout", "5"], "for each layer that sees neighbors, 2 (got 1: 5)"),
-        (["--sampler", "neighbor", "--fanout", "5,0"], "of at least 1, or -1 for all (got 0)"),
-        (["--sampler", "neighbor", "--fanout", "5,x"], "of at least 1, or -1 for all (got 'x')"),
+        (["--sampler", "neighbor", "--fanout", "5,0"], "of at least 1, or all (got 0)"),
+        (["--sampler", "neighbor", "--fanout", "5,x"], "of at least 1, or all (got 'x')"),
         (["--sampler", "cluster"], "--sampler: invalid choice: 'cluster'"),
         (["--sampler", "neighbor", "--batch-size", "0"], "--batch-size: expected a whole number of at least 1 (got 0)"),
         (["--sampler", "neighbor", "--dataset", "mutag"], "expects a data set with classes of nodes (got one with"),

@@ -57,6 +57,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> QuantizedFeatureSto
 INDICES = [
     None,
     slice(3, 17),
+    slice(30, None, 3),
     torch.tensor([5, 0, 39, 5]),
     torch.tensor([7], dtype=torch.int32),
     torch.tensor([], dtype=torch.int64),
@@ -136,13 +137,35 @@ def test_rows_are_put_update_and_removed() -> None:
     assert store.remove_tensor(None, "x", index=None)
     assert not store.remove_tensor(None, "x", index=None)
     assert store.get_tensor_size(None, "x") is None
-    assert not store.put_tensor(X[:2], None, "x", index=index), "there is nothing to put rows into"
+    with pytest.raises(KeyError, match="has no 'x' to put rows into"):
+        store[None, "x", index] = X[:2]
 
 
-def test_files_are_not_written_through_the_store(tmp_path: Path) -> None:
+def test_rows_are_not_put_into_what_the_caller_has() -> None:
+    data = graph()
+    store = QuantizedFeatureStore.from_data(data)
+    store[None, "y", torch.tensor([3])] = torch.tensor([-7])
+    store[None, "y", torch.tensor([4])] = torch.tensor([-8])
+    assert torch.equal(data.y, torch.arange(N))
+    assert store[None, "y", torch.tensor([2, 3, 4])].tolist() == [2, -7, -8]
+
+
+def test_rows_are_put_into_their_kind_alone(tmp_path: Path) -> None:
+    index = torch.tensor([7, 2])
     store = in_files(tmp_path)
-    assert not store.put_tensor(X[:2], None, "x", index=torch.tensor([7, 2]))
+    with pytest.raises(ValueError, match="of their kind in memory"):
+        store[None, "x", index] = X[:2]
     assert_rows(StoredFeatures(tmp_path / "features").rows, slice(None))
+    for fmt in (Int(8, symmetric=False), Int(4), MSFP(7)):
+        store[None, "x", None] = fmt.encode(X)
+        with pytest.raises(ValueError, match="of their kind in memory"):
+            store[None, "x", index] = X[:2]
+        store[None, "x", index] = fmt.encode(-X[:2])
+        expected = fmt.encode(X).dequantize()
+        expected[index] = fmt.encode(-X[:2]).dequantize()
+        assert torch.equal(store[None, "x", None].dequantize(), expected)
+    with pytest.raises(ValueError, match="of their kind in memory"):
+        store[None, "y", index] = X[:2, 0]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +174,7 @@ def test_files_are_not_written_through_the_store(tmp_path: Path) -> None:
         (X[0], ValueError, r"'x' of shape \[N, F\] \(got \(9,\)\)"),
         (X.long(), TypeError, r"floating-point"),
         ([[1.0]], TypeError, r"a tensor or array for 'x' \(got list\)"),
-        (torch.cat([X, X[:1] * torch.inf]), ValueError, r"\(row 40 holds an infinity or NaN\)"),
+        (torch.cat([X, X[:1] * torch.inf]), ValueError, r"\(row 40 holds an infinity, NaN"),
     ],
 )
 def test_what_cannot_be_quantized(value: Any, error: type, message: str) -> None:
@@ -165,6 +188,18 @@ def test_what_cannot_be_quantized(value: Any, error: type, message: str) -> None
 def test_rows_that_there_are_not(store: QuantizedFeatureStore, index: Any) -> None:
     with pytest.raises(IndexError, match=r"has rows 0 to 39 \(got"):
         store.get_tensor(None, "x", index)
+
+
+@pytest.mark.parametrize("index", [torch.tensor([True, False]), torch.tensor([1.5])])
+def test_what_is_no_index(store: QuantizedFeatureStore, index: Any) -> None:
+    with pytest.raises(IndexError, match=r"expects a mask \[40\] or numbers of rows"):
+        store.get_tensor(None, "x", index)
+
+
+def test_graphs_whose_features_are_codes_already() -> None:
+    data = graph()
+    data.x, data.num_nodes = Q, N
+    assert_rows(QuantizedFeatureStore.from_data(data)[None, "x", None], slice(None))
 
 
 def test_a_row_does_not_keep_the_gradient_of_what_was_put_in() -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.loader import LinkLoader, NeighborLoader, NodeLoader
 from torch_geometric.sampler import NodeSamplerInput, SamplerOutput
 from torch_geometric.transforms import ToSparseTensor
@@ -171,8 +171,10 @@ def test_pickles_leave_out_what_a_process_works_in() -> None:
     [
         (graph(), [], ValueError, r"a number for each hop, or -1 for all neighbors \(got \[\]\)"),
         (graph(), [3, -2], ValueError, r"\(got \[3, -2\]\)"),
-        (graph(), [2.5], TypeError, r"integers in 'num_neighbors' \(got 2.5\)"),
-        (graph(), [True], TypeError, r"\(got True\)"),
+        (graph(), [2.5], TypeError, r"a list of integers as 'num_neighbors' \(got \[2.5\]\)"),
+        (graph(), [True], TypeError, r"\(got \[True\]\)"),
+        (graph(), 5, TypeError, r"\(got 5\)"),
+        (HeteroData(), [1], TypeError, r"\(got HeteroData\)"),
         (Data(x=torch.ones(3, 1)), [1], ValueError, "with neither 'edge_index' nor 'adj_t'"),
         (graph().edge_index, [1], ValueError, "expects 'num_nodes' with edges alone"),
         (Graph.from_edge_index(graph().edge_index, (30, 40)), [1], ValueError, r"\(got 30 sources, 40 targets\)"),
@@ -181,6 +183,22 @@ def test_pickles_leave_out_what_a_process_works_in() -> None:
 def test_what_cannot_be_sampled(data: Any, num_neighbors: Any, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         NeighborSampler(data, num_neighbors)
+
+
+@pytest.mark.parametrize("seeds", [[40, 30], [-1, 3]])
+def test_an_error_leaves_nothing_behind(seeds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    data = graph()
+    sampler = NeighborSampler(data, [3, 2])
+    good = torch.arange(10)
+    sampler.sample_from_nodes(NodeSamplerInput(None, good))
+    with pytest.raises(IndexError, match=r"has nodes 0 to 29 \(got"):
+        sampler.sample_from_nodes(NodeSamplerInput(None, torch.tensor(seeds)))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cat", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            sampler.sample_from_nodes(NodeSamplerInput(None, good + 10))
+    out = sampler.sample_from_nodes(NodeSamplerInput(None, good))
+    assert_sample(out, data.edge_index, 30, [3, 2], good)
 
 
 def test_times_need_pygs_sampler() -> None:

@@ -88,7 +88,7 @@ def test_an_interrupted_call_goes_on(tmp_path: Path) -> None:
     codes.flush()
     rows = Rows(X)
     stored = write_features(path, rows, chunk_rows=5)
-    assert rows.read == [(0, 1), (10, 15), (15, 20), (20, 23)]
+    assert rows.read == [(0, 1), (0, 5), (10, 15), (15, 20), (20, 23)], "the first chunk is compared"
     assert_direct(stored, X)
     stored.verify()
 
@@ -117,7 +117,7 @@ def test_a_killed_process_loses_no_chunk_and_no_lock(tmp_path: Path) -> None:
     assert ended.returncode == -signal.SIGKILL
     rows = Rows(X)
     assert_direct(write_features(tmp_path / "features", rows, chunk_rows=5), X)
-    assert rows.read == [(0, 1), (10, 15), (15, 20), (20, 23)]
+    assert rows.read == [(0, 1), (0, 5), (10, 15), (15, 20), (20, 23)]
 
 
 def test_an_interrupted_call_before_the_first_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +138,49 @@ def test_other_features_do_not_go_on(tmp_path: Path) -> None:
         write_features(tmp_path / "features", X[:, :3], chunk_rows=5)
     with pytest.raises(ValueError, match="these have chunk_rows 6, not 5, dtype float16, not float32"):
         write_features(tmp_path / "features", X.half(), chunk_rows=6)
+    with pytest.raises(ValueError, match=r"is of other features \(rows 0 to 4 differ\); delete it to begin anew"):
+        write_features(tmp_path / "features", -X, chunk_rows=5)
+
+
+def test_bytes_in_the_other_order(tmp_path: Path) -> None:
+    assert_direct(write_features(tmp_path / "features", X.numpy().astype(">f4"), chunk_rows=5), X)
+
+
+class Careless:
+    """Gives one row, whatever is asked for."""
+
+    shape = (20, 7)
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        return X[:1].numpy()
+
+
+def test_a_source_that_gives_other_rows_than_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"should give 5 rows for slice\(0, 5, None\) \(got \(1, 7\)\)"):
+        write_features(tmp_path / "features", Careless(), chunk_rows=5)
+
+
+def test_a_full_disk_is_found_before_the_first_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    rows = Rows(X)
+    monkeypatch.setattr(module.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_features(tmp_path / "features", rows, chunk_rows=5)
+    assert rows.read == [(0, 1)]
+
+
+def test_a_name_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+    class Racing(Rows):
+        def __getitem__(self, where: slice) -> np.ndarray:
+            (tmp_path / "features").mkdir(exist_ok=True)
+            (tmp_path / "features/mine").touch()
+            return super().__getitem__(where)
+
+    with pytest.raises(FileExistsError, match="was made meanwhile; the features are in"):
+        write_features(tmp_path / "features", Racing(X))
+    assert (tmp_path / "features/mine").exists()
 
 
 def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
@@ -162,9 +205,9 @@ def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:
         (
             torch.cat([X, X[:1] * torch.nan]),
             ValueError,
-            r"\(row 23 holds an infinity or NaN\); replace what is missing",
+            r"\(row 23 holds an infinity, NaN or larger number\); replace",
         ),
-        (torch.cat([X[:6], X[:1] * torch.inf, X]), ValueError, r"\(row 6 holds an infinity or NaN\)"),
+        (torch.cat([X[:6], X[:1] * torch.inf, X]), ValueError, r"\(row 6 holds an infinity, NaN"),
     ],
 )
 def test_rows_that_cannot_be_quantized(tmp_path: Path, rows: Any, error: type, message: str) -> None:

@@ -46,7 +46,9 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL
 
 @pytest.fixture(params=["native", *FLAGS])
 def code(request: pytest.FixtureRequest, libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each of the codes that the source can become."""
+    """Each of the codes that the source can become, in memory that is not zero before: as floats it holds NaNs."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: _poison(empty(*args, **kwargs)))
     if request.param != "native":
         if request.param not in libraries:
             pytest.skip(f"this processor has no {request.param}")
@@ -54,6 +56,11 @@ def code(request: pytest.FixtureRequest, libraries: dict[str, ctypes.CDLL], monk
         monkeypatch.setattr(library, "_functions", {})
         monkeypatch.setattr(cpu_matmul_shared, "_code_bytes", cpu_matmul_shared._code_bytes.__wrapped__)
     return request.param
+
+
+def _poison(t: Tensor) -> Tensor:
+    t.view(torch.uint8).fill_(255)
+    return t
 
 
 @pytest.mark.parametrize("G", [*BLOCK_SIZES, 1, 5, 24, 128])
