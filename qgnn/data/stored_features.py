@@ -26,6 +26,7 @@ from numpy.lib.format import open_memmap
 from torch import Tensor
 
 from qgnn.config import QConfig
+from qgnn.data.disk import sync
 from qgnn.functional import quantize
 from qgnn.qtensor import QTensor
 
@@ -160,7 +161,7 @@ def write_features(
             part.rename(path)
         except OSError as error:
             raise FileExistsError(f"{str(path)!r} was made meanwhile; the features are in {str(part)!r}") from error
-        _sync(path.parent)
+        sync(path.parent)
     return StoredFeatures(path)
 
 
@@ -238,9 +239,9 @@ def _opened(part: Path, meta: dict[str, Any]) -> tuple[np.memmap, np.memmap, np.
             _make(part / f"{name}.npy", dtype, shape)
         written = part / "features.json.new"
         written.write_text(json.dumps(meta), encoding="utf-8")
-        _sync(written)
+        sync(written)
         written.replace(described)
-        _sync(part)
+        sync(part)
     found = _read_meta(part)
     if found != meta:
         differing = ", ".join(f"{key} {meta[key]}, not {found[key]}" for key in meta if meta[key] != found[key])
@@ -316,14 +317,5 @@ def _locked(part: Path) -> Iterator[None]:
         except OSError as error:
             raise FeatureFileError(f"another process is writing {str(part)!r}; wait for it") from error
         yield
-    finally:
-        os.close(descriptor)
-
-
-def _sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
     finally:
         os.close(descriptor)

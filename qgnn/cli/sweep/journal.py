@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from qgnn.cli.errors import UsageError
+from qgnn.data.disk import sync
 
 START, RUN = "start", "run"  # kinds of lines
 DONE, FAILED = "done", "failed"  # how a run ended
@@ -89,7 +90,7 @@ class Journal:
                 raise OSError(0, "no space left")
             os.fsync(self._file)
             if not size:
-                _sync_folder(self.path.parent)
+                sync(self.path.parent)
         except OSError as error:
             os.ftruncate(self._file, size)  # nothing may ever follow half a line
             raise UsageError(f"the journal {str(self.path)!r} could not be written ({error.strerror})") from error
@@ -139,15 +140,6 @@ def _whole_lines(path: Path, content: bytes) -> tuple[list[dict[str, Any]], int]
             f"line {number} of {str(path)!r} is none of a sweep's journal; restore the file, or give another --results"
         )
     return whole, keep
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring a new file's name to the disk, as ``fsync`` does with its content."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _parse(text: bytes) -> dict[str, Any] | None:

@@ -1,0 +1,13 @@
+"""What survives a power failure."""
+
+import os
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
