@@ -12,7 +12,7 @@ from qgnn.distributed.gradients import _exchange
 
 RANKS = 3
 SIZES = [1, 2, 3, 100, 5000]
-STEPS = 3000
+STEPS = 1000
 
 
 def values_of(rank: int, size: int) -> Tensor:
