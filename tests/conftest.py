@@ -4,6 +4,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read with torch: processes that test side by side share the cores
+
 import torch
 from hypothesis import HealthCheck, settings
 
