@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
+from qgnn.memory import MIB
+
 from .records import Record
 from .summary import lines, machines, ms, provenance, table, times
 
@@ -19,6 +21,11 @@ ACCURACY_NOTE = (
     "Test accuracy at the best validation epoch, mean and standard deviation over the seeds. A seed gives both the "
     "same first weights: the difference in points is the mean of those of the seeds, with its standard error. "
     "A seed counts where both were measured at one commit."
+)
+SCALE = ("nodes", "edges", "provider", "ms", "ns an edge", "peak MiB", "bytes an edge", "process GiB")
+SCALE_NOTE = (
+    "A training step of a GCN of two layers. Peak: beyond the edges as they are given; process: with these, the "
+    "features and all libraries. An edge counts once for each direction."
 )
 DISTRIBUTION = (
     *("tensor", "block", "KS", "KS uniform", "JS bits", "JS uniform", "variance, uniform bins", "optimal bins"),
@@ -71,6 +78,19 @@ def accuracy_rows(groups: Groups) -> Rows:
             )
 
 
+def scale_rows(groups: Groups) -> Rows:
+    """A line a size and provider, by size."""
+    found = [record for group in groups if group[0]["suite"] == "scale" for record in group if record["ok"]]
+    for record in sorted(found, key=lambda record: record["metrics"]["edges"]):
+        edges = record["metrics"]["edges"]
+        process = record["metrics"].get("process_mib")
+        yield (
+            *(record["case"].split("/")[0].removeprefix("N"), f"{edges:.0f}", record["provider"], ms(record)),
+            *(f"{1e6 * record['median_ms'] / edges:.1f}", f"{record['peak_mib']:.0f}"),
+            *(f"{record['peak_mib'] * MIB / edges:.0f}", "" if process is None else f"{process / 1024:.1f}"),
+        )
+
+
 def distribution_rows(groups: Groups) -> Rows:
     """A line a tensor and block size, of the newest measurement."""
     for (record,) in (group for group in groups if group[0]["suite"] == "distribution" and group[0]["ok"]):
@@ -101,3 +121,8 @@ def layer_region(results: Path) -> str:
 def accuracy_region(results: Path) -> str:
     text = _region(results, "accuracy", ACCURACY, accuracy_rows)
     return f"{text}\n\n{ACCURACY_NOTE}" if text else ""
+
+
+def scale_region(results: Path) -> str:
+    text = _region(results, "scale", SCALE, scale_rows)
+    return f"{text}\n\n{SCALE_NOTE}" if text else ""

@@ -81,7 +81,7 @@ def test_rehearsal_writes_whole_records(rehearsal: tuple[subprocess.CompletedPro
     for record in suite_records(rehearsal, suite):
         around_pyg = suite == "memory" and " pyg " in record["provider"]
         in_format = suite == "memory" and record["case"].endswith("/formats")
-        has_metrics = suite in ("blocksize", "distribution", "threshold") or around_pyg or in_format
+        has_metrics = suite in ("blocksize", "distribution", "scale", "threshold") or around_pyg or in_format
         trains = suite in ("accuracy", "threshold") or (suite == "optimizer" and "/seed" in record["case"])
         more = ["test_acc"] * trains + ["metrics"] * has_metrics
         assert tuple(record) == (*records.FIELDS, *more)
@@ -96,7 +96,8 @@ def test_rehearsal_writes_whole_records(rehearsal: tuple[subprocess.CompletedPro
         assert {"python", "qgnn", "torch", "torch_geometric", "triton"} <= set(record["versions"])
         assert datetime.fromisoformat(record["utc"]).utcoffset().total_seconds() == 0
         assert (record["saved_mib"] is not None) == (suite in KEEPING)
-        assert (record["peak_mib"] is not None) == (suite == "memory")  # a CPU counts it for a whole process only
+        in_processes = suite in ("memory", "scale")  # a CPU counts it for a whole process only
+        assert (record["peak_mib"] is not None) == in_processes
 
 
 ALONE = ("device", "distribution", "threshold")  # suites without a rival

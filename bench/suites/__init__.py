@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 # machine, for the others to be seen against, and comes first where they are.
 SUITES = (
     *("train", "layer", "attention", "spmm", "matmul", "sddmm", "softmax", "activation", "quantize", "blocks"),
-    *("optimizer", "memory", "overhead", "blocksize", "accuracy", "distribution", "threshold", "device"),
+    *("optimizer", "memory", "overhead", "scale", "blocksize", "accuracy", "distribution", "threshold", "device"),
 )
 
 

@@ -1,0 +1,64 @@
+"""A provider in a process of its own, whose peak of memory is then known."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..harness import Case, Measured, Provider, UnavailableError
+from ..records import ROOT
+from .inputs import Setting
+
+TIMEOUT_SECONDS = 3600
+
+
+class Problem(Protocol):
+    """What a process can be asked to measure a provider of."""
+
+    name: str
+
+    def exact(self) -> Sequence[Tensor]: ...
+
+    def providers(self) -> Iterator[Provider]: ...
+
+
+Problems = Mapping[str, Callable[[Setting], Problem]]
+
+
+def case(suite: str, name: str, problem: Problem, setting: Setting, chosen: Sequence[str] | None = None) -> Case:
+    """A training step of a problem, each of its providers in a process of its own.
+
+    Args:
+        suite: The suite, whose module has ``PROBLEMS``.
+        name: The problem's among these.
+        problem: The problem itself.
+        setting: Where it runs.
+        chosen: Names of providers; ``None`` for all.
+    """
+    providers = [
+        Provider(p.name, partial(_measure, suite, name, p.name, setting), p.tolerance)
+        for p in problem.providers()
+        if chosen is None or p.name in chosen
+    ]
+    return Case(problem.name, "step", problem.exact, providers)
+
+
+def _measure(suite: str, name: str, provider: str, setting: Setting) -> Measured:
+    if not sys.platform.startswith("linux"):
+        raise UnavailableError("only Linux tells a process its peak of memory")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "measured.pt"
+        options = [suite, name, provider, str(setting.device), str(out), *(["--quick"] if setting.quick else [])]
+        isolated = ["-P"] if sys.flags.safe_path else []
+        command = [sys.executable, *isolated, "-m", "bench.child", *options]
+        subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_SECONDS, check=True)
+        measured = torch.load(out, map_location=setting.device)
+    if isinstance(measured, str):
+        raise UnavailableError(measured)
+    return Measured(**measured)
