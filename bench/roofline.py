@@ -216,10 +216,10 @@ def sums_by_edge(N: int, E: int, columns_in: int, columns_out: int) -> Traffic:
 
 def run(options: Namespace) -> int:
     """Print the tables; write a JSON line a step of each case to ``options.json``."""
-    from . import steps
+    from . import cluster, steps
 
     cases = dict(steps.cases())
-    for title, found in steps.tables(cases):
+    for title, found in (*steps.tables(cases), cluster.table()):
         print(f"{title}\n{aligned(found)}\n")
     if options.json:
         options.json.write_text("".join(json.dumps(record) + "\n" for record in steps.records(cases)))
