@@ -165,6 +165,18 @@ def _shifted(t: Tensor, left: int) -> Tensor:
 FLOAT8 = {1: torch.float8_e5m2, 2: torch.float8_e5m2, 3: torch.float8_e4m3fn}
 
 
+def _from_float8(codes: Tensor) -> Tensor:
+    """fp32 of float8 numbers, all finite: through fp16, as torch converts them one by one on a CPU."""
+    if codes.is_cuda:
+        return codes.float()
+    is_e5m2 = codes.dtype == torch.float8_e5m2
+    half = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(8 if is_e5m2 else 7)
+    if is_e5m2:  # the upper byte of fp16
+        return half.view(torch.float16).float()
+    # Its exponent is one bit shorter, which the sign, extended, takes; and biased by 8 less.
+    return half.bitwise_and_(~(1 << 14)).view(torch.float16).float().mul_(256.0)
+
+
 @dataclass(frozen=True)
 class Layout:
     """What the codes of a tensor are, and how they lie in its storage.
@@ -208,7 +220,7 @@ class Layout:
     def load(self, storage: Tensor) -> Tensor:
         """The codes of a whole storage: integers, or the floats that codes stand for."""
         if self.bits == 8:
-            return storage if self.mantissa_bits is None else storage.float()
+            return storage if self.mantissa_bits is None else _from_float8(storage)
         codes = unpack(storage.movedim(self.dim, -1), self.bits, self.shape[self.dim])
         if self.mantissa_bits is not None:
             codes = self._minifloats(codes)
@@ -243,7 +255,7 @@ class Layout:
         sign = 1 << (self.bits - 1)
         wide = (codes & (sign - 1)) << shift
         wide |= (codes & sign) << (8 - self.bits)
-        return wide.view(dtype).float().mul_(factor)
+        return _from_float8(wide.view(dtype)).mul_(factor)
 
     @property
     def _in_float8(self) -> tuple[torch.dtype, int, float]:

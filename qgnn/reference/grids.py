@@ -47,7 +47,7 @@ def _round_(x: Tensor, bits16: Tensor | None) -> Tensor:
     if bits16 is None:
         return x.round_()
     floor = x.floor()
-    return floor.add_(x.sub_(floor).mul_(65536.0).int().add_(bits16) >= 65536)
+    return floor.add_(x.sub_(floor).mul_(65536.0).int().add_(bits16).bitwise_right_shift_(16))
 
 
 def _shared_exponent(absmax: Tensor, grid: Grid) -> Tensor:
