@@ -42,7 +42,7 @@ PAIRS = {
 }
 # Without a speed-up: no work of ours, one a process, tables of its own, training, statistics, what the machine allows.
 APART = ("optimizer", "memory", "overhead", "scale", "blocksize", "accuracy", "distribution", "threshold", "device")
-WHOLE = ("train", "layer", "attention")  # suites that README shows at once; the primitives fold
+WHOLE = ("train", "layer", "attention", "sampled")  # suites that README shows at once; the primitives fold
 COMPRESSED = "/sage/"  # in cases of the suite memory that have tables of their own
 FORMATS = "/formats"  # ends such cases, and products in formats
 FAKE = "/fake/"  # in cases that round to formats

@@ -27,7 +27,7 @@ from ..harness import Case, Provider, UnavailableError, Work
 from . import process
 from .inputs import INT8, OURS, Setting, adjacency, csr_int32, gcn_adjacency
 from .step import TOLERANCE, Network, PreparedGCNConv, training_step
-from .train import GCN
+from .train import Convolutions
 
 SIZES = (10_000, 100_000, 316_000, 1_000_000, 3_160_000, 10_000_000)  # nodes
 DEGREE, WIDTHS = 10, (64, 64, 16)
@@ -66,7 +66,7 @@ class Problem:
         self.name = f"N{self.num_nodes}/gcn/{'-'.join(map(str, WIDTHS))}"
         self.setting = setting
         torch.manual_seed(0)
-        self.state = GCN(GCNConv, WIDTHS).state_dict()
+        self.state = Convolutions(GCNConv, WIDTHS).state_dict()
         self._edges: Tensor | None = None
 
     @property
@@ -102,8 +102,8 @@ class Problem:
         return F.cross_entropy(out[:num_rows].to(torch.promote_types(out.dtype, torch.float32)), y)
 
     def work(self, make_conv: Callable[[int, int], torch.nn.Module], edges: Any, x: Tensor | QTensor) -> Work:
-        def make(_: bool) -> GCN:
-            model = GCN(make_conv, WIDTHS).to(self.setting.device)
+        def make(_: bool) -> Convolutions:
+            model = Convolutions(make_conv, WIDTHS).to(self.setting.device)
             model.load_state_dict(self.state)
             return model
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch_geometric.nn import GCNConv
 
 from qgnn.functional import quantize
-from qgnn.nn import Epilogue, QGCNConv
+from qgnn.nn import Epilogue, QGCNConv, QSAGEConv
 from qgnn.qtensor import QTensor
 
 from ..harness import Case, Provider, UnavailableError, Work
@@ -24,7 +24,7 @@ from .step import LARGE, TOLERANCE, Context, Network, PreparedGCNConv, autocast_
 MODELS = {"arxiv": ((256, 256), 0.0), "pubmed": ((64,), 0.5), "cora": ((64,), 0.5)}
 
 
-class GCN(torch.nn.Module):
+class Convolutions(torch.nn.Module):
     """Convolutions with ReLU, unless they have it in their epilogue, and dropout between them.
 
     With a ``mask_seed`` the masks depend on nothing else, so that the results of two providers can be compared.
@@ -40,7 +40,7 @@ class GCN(torch.nn.Module):
         super().__init__()
         self.dropout, self.mask_seed = dropout, mask_seed
         self.convs = torch.nn.ModuleList(make_conv(wide, narrow) for wide, narrow in pairwise(widths))
-        if isinstance(self.convs[-1], QGCNConv):
+        if isinstance(self.convs[-1], (QGCNConv, QSAGEConv)):
             self.convs[-1].configure(None)  # what feeds the softmax stays in full precision
 
     def forward(self, x: Tensor | QTensor, edges: Any) -> Tensor:
@@ -75,7 +75,7 @@ class Problem:
         self.setting, self.edge_index, self.num_nodes = setting, data.edge_index, int(data.num_nodes)
         self.x, self.y, self.mask = data.x, data.y, data.train_mask
         torch.manual_seed(0)
-        self.state = GCN(GCNConv, self.widths).state_dict()
+        self.state = Convolutions(GCNConv, self.widths).state_dict()
 
     def work(
         self,
@@ -87,8 +87,8 @@ class Problem:
     ) -> Work:
         """The step of one provider; ``features`` are what its model takes in place of the data set's."""
 
-        def make(checked: bool) -> GCN:
-            model = GCN(make_conv, self.widths, self.dropout, 0 if checked else None).to(self.setting.device)
+        def make(checked: bool) -> Convolutions:
+            model = Convolutions(make_conv, self.widths, self.dropout, 0 if checked else None).to(self.setting.device)
             model.load_state_dict(self.state)
             return model
 
