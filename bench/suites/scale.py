@@ -176,9 +176,10 @@ def free_bytes(device: torch.device) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
+QUICK = ("qgnn int8", "torch csr both ways fp32")  # a process takes seconds to start
 PROBLEMS: process.Problems = {str(size): partial(Problem, size) for size in SIZES}
 
 
 def cases(setting: Setting) -> Iterator[Case]:
     for name in setting.shapes(*PROBLEMS):
-        yield process.case("scale", name, PROBLEMS[name](setting), setting)
+        yield process.case("scale", name, PROBLEMS[name](setting), setting, QUICK if setting.quick else None)
