@@ -40,8 +40,12 @@ PAIRS = {
     ),
     "codes-in": (("onednn.qlinear int8", "torch fp32"), ("torch._int_mm int8", "torch fp32")),
 }
-# Without a speed-up: no work of ours, one a process, tables of its own, training, statistics, what the machine allows.
-APART = ("optimizer", "memory", "overhead", "scale", "blocksize", "accuracy", "distribution", "threshold", "device")
+# Without a speed-up: no work of ours, no types to compare, one a process, tables of its own, training, statistics, what
+# the machine allows.
+APART = (
+    *("update", "optimizer", "memory", "overhead", "scale", "blocksize", "accuracy", "distribution", "threshold"),
+    "device",
+)
 WHOLE = ("train", "layer", "attention", "sampled")  # suites that README shows at once; the primitives fold
 COMPRESSED = "/sage/"  # in cases of the suite memory that have tables of their own
 FORMATS = "/formats"  # ends such cases, and products in formats

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 
-PRIMITIVES = ("quantize", "matmul", "spmm", "sddmm", "softmax", "attention", "activation", "blocks")
-PAIRS = {"blocks": {"blocks_pack", "blocks_unpack"}}  # primitives of two directions, each a function
+PRIMITIVES = ("quantize", "matmul", "spmm", "sddmm", "softmax", "attention", "activation", "blocks", "adjacency")
+# Primitives of two directions, each a function.
+PAIRS = {"blocks": {"blocks_pack", "blocks_unpack"}, "adjacency": {"adjacency_filter", "adjacency_merge"}}
 FUSED = ("graph_linear",)  # ops of several primitives
 
 # Lowest first. A module imports from its own floor or a lower one.
@@ -31,10 +32,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "trace",
         "weak_cache",
     ),
-    ("edge_checks", "edge_updates", "graph"),
+    ("edge_checks",),
     ("reference",),
     ("ops",),
-    ("compressed_tensor", "config", "formats"),
+    ("compressed_tensor", "config", "edge_updates", "formats", "graph"),
     ("functional",),
     ("nn", "compress", "schedule", "metrics"),
     ("convert", "data", "distributed", "cli"),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import qgnn.ops.activation
+import qgnn.ops.adjacency
 import qgnn.ops.attention
 import qgnn.ops.attention_dot
 import qgnn.ops.attention_gatv2
@@ -82,6 +83,14 @@ def arguments_of(name: str) -> dict[str, Any]:
         "activation_backward": lambda: {
             **{"grad": torch.randn(S, F), "mask": torch.zeros(S, 1, dtype=torch.uint8), "derivative": None},
             **{"kind": "leaky_relu", "slope": 0.1, "needs_db": True, "threshold": 9, "dropout_seed": torch.tensor([2])},
+        },
+        "adjacency_filter": lambda: {
+            **{**csr, "order": GRAPH.csr.order.clone(), "keep": torch.arange(E) % 3 > 0, "weight": torch.rand(E)},
+            "num_kept": 4,
+        },
+        "adjacency_merge": lambda: {
+            **{**csr, "order": GRAPH.csr.order.clone(), "weight": torch.rand(E), "new_row": torch.tensor([0, 3, 3])},
+            **{"new_index": torch.tensor([4, 0, 0]), "new_order": torch.arange(E, E + 3), "new_weight": torch.rand(3)},
         },
         "quantize": lambda: {"x": torch.randn(S, F), **rounding(), "block_size": 4},
         "quantize_dequantize": lambda: {"x": torch.randn(S, F), **on_grid(Grid(4, False, 2, 0, 1, 0, -6, 6, False))},

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 # machine, for the others to be seen against, and comes first where they are.
 SUITES = (
     *("train", "layer", "attention", "sampled", "spmm", "matmul", "sddmm", "softmax", "activation", "quantize"),
-    *("blocks", "optimizer", "memory", "overhead", "scale", "blocksize", "accuracy", "distribution", "threshold"),
-    "device",
+    *("blocks", "update", "optimizer", "memory", "overhead", "scale", "blocksize", "accuracy", "distribution"),
+    *("threshold", "device"),
 )
 
 

@@ -6,6 +6,7 @@ Importing this package registers them under ``torch.ops.qgnn``; Triton is import
 from qgnn.ops._backends import STREAM_DROPOUT
 from qgnn.ops._packed import Packed
 from qgnn.ops.activation import activation
+from qgnn.ops.adjacency import adjacency_filter, adjacency_merge
 from qgnn.ops.attention import attention
 from qgnn.ops.attention_dot import attention_dot
 from qgnn.ops.attention_gatv2 import attention_gatv2
@@ -25,6 +26,8 @@ __all__ = [
     "STREAM_DROPOUT",
     "Packed",
     "activation",
+    "adjacency_filter",
+    "adjacency_merge",
     "attention",
     "attention_dot",
     "attention_gatv2",

@@ -62,6 +62,8 @@ _HOMES = {
     "blocks_unpack": "blocks",
     "activation": "activation",
     "activation_backward": "activation",
+    "adjacency_filter": "adjacency",
+    "adjacency_merge": "adjacency",
 }
 _ROUNDS = {
     *("quantize", "quantize_grad", "quantize_matmul", "quantize_matmul_requantize"),
@@ -87,7 +89,7 @@ _PLANS = {
     "attention_dot_backward": {"plan": 0, "plan_t": 2},
 }
 # Primitives that have no Triton kernel: their reference function runs on CUDA tensors as well.
-_WITHOUT_TRITON = {"spmm_extremum_dx"}
+_WITHOUT_TRITON = {"spmm_extremum_dx", "adjacency_filter", "adjacency_merge"}
 
 
 class Backend:

@@ -32,7 +32,10 @@ MAX_TERMS = 1 << 17  # of an int32 sum of products of codes: 2^17 * 127^2 < 2^31
 
 _INDEX_TYPES = (torch.int32, torch.int64)
 _FLOAT_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_INDICES = ("indptr", "index", "indptr_t", "index_t", "order_t", "order", "edge_order", "node", "arg")
+_INDICES = (
+    *("indptr", "index", "indptr_t", "index_t", "order_t", "order", "edge_order", "node", "arg"),
+    *("new_row", "new_index", "new_order"),
+)
 _BYTES = {"packed": "'blocks_pack'", "mask": "the forward pass"}
 _SCALES = {
     **{"x": "x_scale", "x_target": "target_scale", "x_source": "source_scale", "hidden": "hidden_scale"},
@@ -40,7 +43,11 @@ _SCALES = {
     **{"weight": "weight_scale", "grad": "grad_scale"},
 }
 _EXPONENTS = {"x": "x_exponent", "weight": "weight_exponent"}
-_TOGETHER = (("edge_attr", "edge_weight", "edge_order"), ("packed", "low", "step", "packed_seed"))
+_TOGETHER = (
+    ("edge_attr", "edge_weight", "edge_order"),
+    ("packed", "low", "step", "packed_seed"),
+    ("weight", "new_weight"),
+)
 _OF_ATTENTION = {"att": ("target_scale", "source_scale"), "query": ("query_scale", "key_scale", "value_scale")}
 
 
@@ -259,6 +266,9 @@ def _check_type(owner: str, name: str, t: Tensor, arguments: Mapping[str, Any]) 
                 f"'{owner}' expects '{name}' as one torch.int64, of shape [1] (got {t.dtype} of shape "
                 f"{list(t.shape)}); make it with 'qgnn.rng.make_seed'"
             )
+    elif name == "keep":
+        if t.dtype != torch.bool:
+            raise TypeError(f"'{owner}' expects '{name}' in torch.bool (got {t.dtype})")
     elif name in _BYTES:
         if t.dtype != torch.uint8:
             raise TypeError(f"'{owner}' expects '{name}' in torch.uint8, as {_BYTES[name]} made it (got {t.dtype})")

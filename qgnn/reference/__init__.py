@@ -8,6 +8,7 @@ Quantized pairs obey ``x = x_q * x_scale``. A seed is an int64 tensor of shape `
 """
 
 from qgnn.reference.activation import activation, activation_backward
+from qgnn.reference.adjacency import adjacency_filter, adjacency_merge
 from qgnn.reference.attention import attention, attention_backward
 from qgnn.reference.attention_dot import attention_dot, attention_dot_backward
 from qgnn.reference.attention_gatv2 import attention_gatv2, attention_gatv2_backward
@@ -44,6 +45,8 @@ __all__ = [
     "NAME",
     "activation",
     "activation_backward",
+    "adjacency_filter",
+    "adjacency_merge",
     "attention",
     "attention_backward",
     "attention_dot",

@@ -10,12 +10,14 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
 import torch
 from qgnn.kernels.cpu import (
     activation,
+    adjacency,
     attention_shared,
     blocks,
     info,
@@ -213,6 +215,26 @@ def run_graphs() -> None:
             run_softmax(indptr, index.to(other), (transposed[0].to(other), transposed[1]), S)
 
 
+def run_adjacency() -> None:
+    for (edge_index, _, N), dtype in itertools.product(edge_lists(), (torch.int32, torch.int64)):
+        E = edge_index.shape[1]
+        for num_new in (0, 1, 40):
+            order = torch.argsort(edge_index[1], stable=True).to(dtype)
+            edges = (*csr(edge_index, N, "cpu", dtype), order)
+            # No order at all: what does not ascend must not lead outside either.
+            new = torch.randint(max(N, 1), (3, num_new if N else 0))
+            for weight in (None, torch.rand(E), torch.rand(E).half()):
+                keep = torch.rand(E) < (1 - num_new / 40)
+                adjacency.adjacency_filter(*edges, keep, num_kept=int(keep.sum()), weight=weight)
+                new_weight = None if weight is None else torch.rand(new.shape[1])
+                adjacency.adjacency_merge(*edges, *new, weight=weight, new_weight=new_weight)
+        if E:
+            with suppress(ValueError):  # more are found than there is room for
+                adjacency.adjacency_filter(
+                    *edges[:2], torch.zeros_like(edges[2]), torch.ones(E).bool(), num_kept=E // 2
+                )
+
+
 def run_blocks() -> None:
     for bits in (1, 2, 4, 8):
         for block_size in (8, 24, 128, 1000, 1 << 16):
@@ -253,6 +275,7 @@ def main() -> None:
         run_matmul()
         run_matmul_shared()
         run_blocks()
+        run_adjacency()
         run_graphs()
         info.info()
     print(json.dumps(sorted(CALLED)))
