@@ -27,6 +27,7 @@ pieces = importlib.import_module("bench.suites.pieces")
 provenance = importlib.import_module("qgnn.cli.provenance")
 records = importlib.import_module("bench.records")
 step = importlib.import_module("bench.suites.step")
+update = importlib.import_module("bench.suites.update")
 
 QUICK = inputs.Setting(torch.device("cpu"), quick=True)
 
@@ -168,6 +169,22 @@ def test_sums_of_gradients_are_those_of_the_loss_of_all_nodes() -> None:
     values = sum(t.numel() for t in exact)
     assert harness.storage_mib(work.kept()) < 0.3 * 4 * values / 2**20
     assert harness.relative_error([2 * t for t in exact], exact) > 0.75
+
+
+@pytest.mark.parametrize("kind", update.KINDS)
+def test_changed_graphs_are_those_of_a_sort(kind: str) -> None:
+    """... of the edges that a change leaves, and of no other change's."""
+    change = update.Change("arxiv", kind, QUICK)
+    edge_index, exact = change.changed(change.edge_index), change.exact()
+    num_edges, num_nodes = (change.edge_index.shape[1], change.num_before)
+    sign = 1 if kind.startswith("add") else -1
+    if kind != "remove-nodes":
+        assert edge_index.shape[1] == num_edges + sign * round(num_edges / 100)
+    assert change.num_nodes == num_nodes + (sign * round(num_nodes / 100) if kind.endswith("nodes") else 0)
+    for setup in (change.update, change.rebuild, partial(change.pyg, torch.int64)):
+        assert harness.relative_error(setup().run(), exact) == 0
+    other = update.Change("arxiv", next(k for k in update.KINDS if k != kind), QUICK)
+    assert harness.relative_error(other.update().run(), exact) > 0
 
 
 def test_data_that_is_not_there_leaves_no_record(

@@ -88,8 +88,9 @@ _PLANS = {
     "attention_dot": {"plan": 0},
     "attention_dot_backward": {"plan": 0, "plan_t": 2},
 }
+_COPIES = {"adjacency_filter", "adjacency_merge"}  # whatever the type
 # Primitives that have no Triton kernel: their reference function runs on CUDA tensors as well.
-_WITHOUT_TRITON = {"spmm_extremum_dx", "adjacency_filter", "adjacency_merge"}
+_WITHOUT_TRITON = {"spmm_extremum_dx", *_COPIES}
 
 
 class Backend:
@@ -227,7 +228,7 @@ def _with_plans(
 
 
 def _c_serves(primitive: str, operands: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    return not _has_float64(operands, options)
+    return primitive in _COPIES or not _has_float64(operands, options)
 
 
 @cache
