@@ -46,9 +46,9 @@ def taken_out(edges: SortedEdges, remove: Tensor | None, remove_nodes: Tensor | 
     else:
         leaving = csc.order.index_select(0, _edges_of(csc, dead))
     keep[csr.order.index_select(0, torch.cat([leaving, _edges_of(csr, dead)])).long()] = False
-    csr, csc, _, weight = _without_edges(edges, keep)
     alive = dead.logical_not()
-    csr, csc = _without_rows(csr, alive), None if csc is None else _without_rows(csc, alive)
+    csr, csc, _, weight = _without_edges(edges, keep, alive.cumsum(0).sub_(1).to(csr.index.dtype))
+    csr, csc = _of_rows(csr, alive), None if csc is None else _of_rows(csc, alive)
     return SortedEdges(csr, csc, csr.num_rows, weight)
 
 
@@ -123,14 +123,18 @@ def _merge(
     return Adjacency(*merged), None if weight is None else all_weights
 
 
-def _without_edges(edges: SortedEdges, keep: Tensor) -> SortedEdges:
-    """Those that ``keep`` has of the given edges."""
+def _without_edges(edges: SortedEdges, keep: Tensor, number: Tensor | None = None) -> SortedEdges:
+    """Those that ``keep`` has of the given edges, between nodes that get another ``number``."""
     csr, csc, num_sources, weight = edges
     num_kept = int(keep.count_nonzero())
-    *left, kept, left_weight = ops.adjacency_filter(csr.indptr, csr.index, csr.order, keep, weight, num_kept)
-    if csc is not None:
-        csc = Adjacency(*ops.adjacency_filter(csc.indptr, csc.index, csc.order, kept, None, num_kept)[:3])
-    return SortedEdges(Adjacency(*left), csc, num_sources, None if weight is None else left_weight)
+
+    def left(old: Adjacency, keep: Tensor, weight: Tensor | None) -> tuple[Adjacency, Tensor, Tensor]:
+        *new, kept, left_weight = ops.adjacency_filter(old.indptr, old.index, old.order, keep, weight, number, num_kept)
+        return Adjacency(*new), kept, left_weight
+
+    csr, kept, left_weight = left(csr, keep, weight)
+    csc = None if csc is None else left(csc, kept, None)[0]
+    return SortedEdges(csr, csc, num_sources, None if weight is None else left_weight)
 
 
 def _edges_of(adjacency: Adjacency, rows: Tensor) -> Tensor:
@@ -140,8 +144,7 @@ def _edges_of(adjacency: Adjacency, rows: Tensor) -> Tensor:
     return offset.repeat_interleave(count).add_(torch.arange(int(count.sum()), device=rows.device))
 
 
-def _without_rows(adjacency: Adjacency, alive: Tensor) -> Adjacency:
-    """Only rows that are alive, numbered anew on both sides; no edge ends at another."""
+def _of_rows(adjacency: Adjacency, alive: Tensor) -> Adjacency:
+    """Only rows that are alive; the others have no edges."""
     indptr = torch.cat([adjacency.indptr[:-1][alive], adjacency.indptr[-1:]])
-    number = alive.cumsum(0).sub_(1).to(adjacency.index.dtype)
-    return Adjacency(indptr, number.index_select(0, adjacency.index), adjacency.order)
+    return Adjacency(indptr, adjacency.index, adjacency.order)

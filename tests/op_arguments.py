@@ -86,7 +86,7 @@ def arguments_of(name: str) -> dict[str, Any]:
         },
         "adjacency_filter": lambda: {
             **{**csr, "order": GRAPH.csr.order.clone(), "keep": torch.arange(E) % 3 > 0, "weight": torch.rand(E)},
-            "num_kept": 4,
+            **{"number": torch.arange(S).flip(0), "num_kept": 4},
         },
         "adjacency_merge": lambda: {
             **{**csr, "order": GRAPH.csr.order.clone(), "weight": torch.rand(E), "new_row": torch.tensor([0, 3, 3])},

@@ -23,13 +23,14 @@ def parts(adjacency: Adjacency) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("name", ALL_GRAPHS)
 def test_a_filter_leaves_what_a_sort_of_the_rest_gives(name: str, share: float) -> None:
-    edge_index, _, N = ALL_GRAPHS[name]
-    weight, keep = torch.rand(edge_index.shape[1]), torch.rand(edge_index.shape[1]) < share
+    edge_index, S, N = ALL_GRAPHS[name]
+    weight, keep, number = torch.rand(edge_index.shape[1]), torch.rand(edge_index.shape[1]) < share, torch.randperm(S)
     adjacency, sorted_weight = sorted_edges(edge_index, N, weight)
     *left, kept, left_weight = reference.adjacency_filter(
-        *parts(adjacency), keep, num_kept=int(keep.sum()), weight=sorted_weight
+        *parts(adjacency), keep, num_kept=int(keep.sum()), weight=sorted_weight, number=number
     )
-    expected, expected_weight = sorted_edges(edge_index[:, keep], N, weight[keep])
+    renamed = torch.stack([number[edge_index[0]], edge_index[1]])
+    expected, expected_weight = sorted_edges(renamed[:, keep], N, weight[keep])
     assert all(map(torch.equal, left, parts(expected)))
     assert torch.equal(kept, keep[adjacency.order])
     assert torch.equal(left_weight, expected_weight)

@@ -11,10 +11,12 @@ typedef struct {
     int64_t before;
 } rank_word;
 
-/* Edges in the order of their rows; `weight` may be null, `size` is that of one in bytes. */
+/* Edges in the order of their rows; `weight` may be null, `size` is that of one in bytes. `number`, if not null, is what
+ * the other ends are to be called. */
 typedef struct {
     const void *indptr, *index, *order, *weight;
     int64_t size;
+    const void *number;
 } sorted_edges;
 
 /* Room for as many. */
@@ -65,6 +67,11 @@ INLINE int64_t count_kept(const rank_word *given, const void *order, int64_t fir
     return count;
 }
 
+INLINE int64_t other_end(const sorted_edges *edges, int64_t e, const int wide) {
+    const int64_t index = load_index(edges->index, e, wide);
+    return edges->number ? load_index(edges->number, index, wide) : index;
+}
+
 /* Copies the kept edges of the words first .. last to o and on, while there is room; makes the mask and the ranks of
  * where they stood. Returns the end. */
 INLINE int64_t filter_words(
@@ -85,15 +92,17 @@ INLINE int64_t filter_words(
         }
         ranks[w] = (rank_word){bits, o};
         if (~bits == 0 && o + WORD <= room) {
-            copy_items(out->index, o, edges->index, e, WORD, wide ? 8 : 4);
-            for (int64_t i = 0; i < WORD; i++) store_index(out->order, o + i, place[i], wide);
+            for (int64_t i = 0; i < WORD; i++) {
+                store_index(out->index, o + i, other_end(edges, e + i, wide), wide);
+                store_index(out->order, o + i, place[i], wide);
+            }
             if (edges->weight) copy_items(out->weight, o, edges->weight, e, WORD, edges->size);
             o += WORD;
             continue;
         }
         for (; bits && o < room; bits &= bits - 1, o++) {
             const int64_t i = __builtin_ctzll(bits);
-            store_index(out->index, o, load_index(edges->index, e + i, wide), wide);
+            store_index(out->index, o, other_end(edges, e + i, wide), wide);
             store_index(out->order, o, place[i], wide);
             if (edges->weight) copy_items(out->weight, o, edges->weight, e + i, 1, edges->size);
         }
@@ -132,10 +141,10 @@ INLINE int64_t filter(
 EXPORT void qgnn_adjacency_filter(
     void *out_indptr, void *out_index, void *out_order, void *out_weight, void *kept, int64_t *found, int64_t *given,
     int64_t *ranks, const void *indptr, const void *index, const void *order, const void *weight, const void *keep,
-    int64_t size, int64_t N, int64_t E, int64_t room, int64_t wide, int64_t threads
+    const void *number, int64_t size, int64_t N, int64_t E, int64_t room, int64_t wide, int64_t threads
 ) {
     const new_edges out = {out_indptr, out_index, out_order, out_weight};
-    const sorted_edges edges = {indptr, index, order, weight, size};
+    const sorted_edges edges = {indptr, index, order, weight, size, number};
     rank_word *of_given = (rank_word *)given, *of_these = (rank_word *)ranks;
     threads = useful_threads(E, threads);
     rank_mask(of_given, keep, E, threads);
@@ -219,7 +228,8 @@ EXPORT void qgnn_adjacency_merge(
     const void *new_weight, int64_t size, int64_t N, int64_t num_new, int64_t wide, int64_t threads
 ) {
     const new_edges out = {out_indptr, out_index, out_order, out_weight};
-    const sorted_edges old = {indptr, index, order, weight, size}, added = {0, new_index, new_order, new_weight, size};
+    const sorted_edges old = {indptr, index, order, weight, size, 0};
+    const sorted_edges added = {0, new_index, new_order, new_weight, size, 0};
     if (wide) merge(&out, &old, &added, new_row, N, num_new, threads, 1);
     else merge(&out, &old, &added, new_row, N, num_new, threads, 0);
 }

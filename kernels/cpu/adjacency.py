@@ -23,13 +23,21 @@ def _empty_edges(indptr: Tensor, num_edges: int, weight: Tensor | None) -> Edges
 
 
 def adjacency_filter(
-    indptr: Tensor, index: Tensor, order: Tensor, keep: Tensor, *, num_kept: int, weight: Tensor | None = None
+    indptr: Tensor,
+    index: Tensor,
+    order: Tensor,
+    keep: Tensor,
+    *,
+    num_kept: int,
+    weight: Tensor | None = None,
+    number: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """``indptr [N + 1]``, ``index`` and ``order`` of the edges that stay, which they are, ``[E]``, and their weights;
     see the reference for the operands."""
     N, E = indptr.numel() - 1, index.numel()
     edges = [t.to(indptr.dtype).contiguous() for t in (indptr, index, order)]
     weight = None if weight is None else weight.detach().contiguous()
+    number = None if number is None else number.to(indptr.dtype).contiguous()
     out = _empty_edges(indptr, num_kept, weight)
     kept, found = torch.empty(E, dtype=torch.bool), torch.empty(1, dtype=torch.int64)
     work = (torch.empty((E // _WORD + 1, 2), dtype=torch.int64) for _ in range(2))
@@ -37,7 +45,7 @@ def adjacency_filter(
     launch(
         "qgnn_adjacency_filter",
         *(*out, kept, found, *work),
-        *(*edges, weight, keep.contiguous()),
+        *(*edges, weight, keep.contiguous(), number),
         *(size, N, E, num_kept, indptr.dtype == torch.int64),
     )
     if int(found) != num_kept:

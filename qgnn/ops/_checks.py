@@ -34,7 +34,7 @@ _INDEX_TYPES = (torch.int32, torch.int64)
 _FLOAT_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INDICES = (
     *("indptr", "index", "indptr_t", "index_t", "order_t", "order", "edge_order", "node", "arg"),
-    *("new_row", "new_index", "new_order"),
+    *("new_row", "new_index", "new_order", "number"),
 )
 _BYTES = {"packed": "'blocks_pack'", "mask": "the forward pass"}
 _SCALES = {
@@ -189,7 +189,8 @@ class Signature:
             edges, bits = arguments[name], arguments[number]
             if edges is not None:
                 cached((edges,), ("checked", name, bits), partial(_check_edges, owner, name, edges, bits))
-        indices = {name: letter for name, letter in self.indices.items() if arguments[name] is not None}
+        # What has no size points into an argument that is left out.
+        indices = {n: letter for n, letter in self.indices.items() if arguments[n] is not None and letter in sizes}
         names = (*self.pointers, *indices)
         if not names:
             return

@@ -21,13 +21,27 @@ def _call(backend: Backend, primitive: str, indptr: Tensor, *operands: Tensor, *
 
 
 def _adjacency_filter(
-    backend: Backend, indptr: Tensor, index: Tensor, order: Tensor, keep: Tensor, weight: Tensor | None, num_kept: int
+    backend: Backend,
+    indptr: Tensor,
+    index: Tensor,
+    order: Tensor,
+    keep: Tensor,
+    weight: Tensor | None,
+    number: Tensor | None,
+    num_kept: int,
 ) -> tuple[Tensor, ...]:
-    return _call(backend, "adjacency_filter", indptr, index, order, keep, num_kept=num_kept, weight=weight)
+    options = {"num_kept": num_kept, "weight": weight, "number": number}
+    return _call(backend, "adjacency_filter", indptr, index, order, keep, **options)
 
 
 def _fake_adjacency_filter(
-    indptr: Tensor, index: Tensor, order: Tensor, keep: Tensor, weight: Tensor | None, num_kept: int
+    indptr: Tensor,
+    index: Tensor,
+    order: Tensor,
+    keep: Tensor,
+    weight: Tensor | None,
+    number: Tensor | None,
+    num_kept: int,
 ) -> tuple[Tensor, ...]:
     left = indptr.new_empty(indptr.shape), indptr.new_empty(num_kept), indptr.new_empty(num_kept)
     left_weight = indptr.new_empty(0) if weight is None else weight.new_empty(num_kept)
@@ -37,10 +51,14 @@ def _fake_adjacency_filter(
 adjacency_filter = define(
     "adjacency_filter",
     _adjacency_filter,
-    "(Tensor indptr, Tensor index, Tensor order, Tensor keep, Tensor? weight, SymInt num_kept)"
+    "(Tensor indptr, Tensor index, Tensor order, Tensor keep, Tensor? weight, Tensor? number, SymInt num_kept)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_adjacency_filter,
-    Signature({**CSR, "order": "E", "keep": "E", "weight": "E"}, pointers=("indptr",), indices={"order": "E"}),
+    Signature(
+        {**CSR, "order": "E", "keep": "E", "weight": "E", "number": "S"},
+        pointers=("indptr",),
+        indices={"order": "E", "index": "S"},
+    ),
 )
 
 

@@ -10,7 +10,14 @@ from torch import Tensor
 
 
 def adjacency_filter(
-    indptr: Tensor, index: Tensor, order: Tensor, keep: Tensor, *, num_kept: int, weight: Tensor | None = None
+    indptr: Tensor,
+    index: Tensor,
+    order: Tensor,
+    keep: Tensor,
+    *,
+    num_kept: int,
+    weight: Tensor | None = None,
+    number: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Sorted edges without some of them.
 
@@ -21,6 +28,7 @@ def adjacency_filter(
         keep: Which edges stay, by that place, bool ``[E]``.
         num_kept: How many these are.
         weight: Weight of each edge, ``[E]``.
+        number: What the other ends are called in the result, ``[S]``.
 
     Returns:
         ``indptr [N + 1]``, ``index [num_kept]`` and ``order [num_kept]``, the place of each edge among those that stay,
@@ -30,8 +38,9 @@ def adjacency_filter(
     stood = kept.nonzero_static(size=num_kept).view(-1)  # nonzero() would wait for the device
     before, given_before = (torch.cat([mask.new_zeros(1), mask]).cumsum(0) for mask in (kept, keep))
     pointers = before.index_select(0, indptr).to(indptr.dtype)
+    left = index[stood] if number is None else number.index_select(0, index[stood])
     left_order = given_before.index_select(0, order[stood]).to(indptr.dtype)
-    return pointers, index[stood].to(indptr.dtype), left_order, kept, None if weight is None else weight[stood]
+    return pointers, left.to(indptr.dtype), left_order, kept, None if weight is None else weight[stood]
 
 
 def adjacency_merge(

@@ -12,25 +12,25 @@ from qgnn.ops._backends import torch_backend
 from qgnn.ops.adjacency import _adjacency_filter, _adjacency_merge
 
 NAMES = pytest.mark.parametrize("name", ["adjacency_filter", "adjacency_merge"])
-WITHOUT = {"weight": None, "new_weight": None}
+WITHOUT = ("weight", "new_weight", "number")
 
 
-def operands(name: str, weighted: bool = True) -> dict[str, Tensor]:
+def operands(name: str, whole: bool = True) -> dict[str, Tensor]:
     arguments = arguments_of(name)
-    return arguments if weighted else arguments | {k: None for k in WITHOUT if k in arguments}
+    return arguments if whole else arguments | {k: None for k in WITHOUT if k in arguments}
 
 
 @NAMES
-@pytest.mark.parametrize("weighted", [False, True])
-def test_adjacency_opcheck(name: str, weighted: bool) -> None:
-    opcheck(getattr(ops, name), tuple(operands(name, weighted).values()))
+@pytest.mark.parametrize("whole", [False, True])
+def test_adjacency_opcheck(name: str, whole: bool) -> None:
+    opcheck(getattr(ops, name), tuple(operands(name, whole).values()))
 
 
 @NAMES
-@pytest.mark.parametrize("weighted", [False, True])
-def test_backends_agree(name: str, weighted: bool) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_backends_agree(name: str, whole: bool) -> None:
     function = {"adjacency_filter": _adjacency_filter, "adjacency_merge": _adjacency_merge}[name]
-    arguments = operands(name, weighted)
+    arguments = operands(name, whole)
     results, expected = getattr(ops, name)(**arguments), function(torch_backend(), **arguments)
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 

@@ -205,6 +205,7 @@ BAD = [
     ("adjacency_filter", ValueError, {"keep": torch.ones(E - 1).bool()}, "'keep' of shape [E] with E = 7 (got [6])"),
     ("adjacency_filter", ValueError, {"order": GRAPH.csr.order + 1}, "'order' from 0 to 6 (got 7)"),
     ("adjacency_filter", ValueError, {"indptr": FALLING_POINTERS}, "'indptr' to rise from 0 to the number of edges, 7"),
+    ("adjacency_filter", ValueError, {"number": torch.arange(S - 1)}, "'index' from 0 to 3 (got 4)"),
     ("adjacency_merge", ValueError, {"new_row": torch.tensor([0, 3, 4])}, "'new_row' from 0 to 3 (got 4)"),
     ("adjacency_merge", ValueError, {"new_order": torch.arange(2)}, "'new_order' of shape [A] with A = 3 (got [2])"),
     ("adjacency_merge", ValueError, {"new_weight": None}, "'weight' and 'new_weight' together (got no 'new_weight')"),

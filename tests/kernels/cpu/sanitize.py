@@ -216,7 +216,7 @@ def run_graphs() -> None:
 
 
 def run_adjacency() -> None:
-    for (edge_index, _, N), dtype in itertools.product(edge_lists(), (torch.int32, torch.int64)):
+    for (edge_index, S, N), dtype in itertools.product(edge_lists(), (torch.int32, torch.int64)):
         E = edge_index.shape[1]
         for num_new in (0, 1, 40):
             order = torch.argsort(edge_index[1], stable=True).to(dtype)
@@ -225,7 +225,9 @@ def run_adjacency() -> None:
             new = torch.randint(max(N, 1), (3, num_new if N else 0))
             for weight in (None, torch.rand(E), torch.rand(E).half()):
                 keep = torch.rand(E) < (1 - num_new / 40)
-                adjacency.adjacency_filter(*edges, keep, num_kept=int(keep.sum()), weight=weight)
+                adjacency.adjacency_filter(
+                    *edges, keep, num_kept=int(keep.sum()), weight=weight, number=torch.randperm(S)
+                )
                 new_weight = None if weight is None else torch.rand(new.shape[1])
                 adjacency.adjacency_merge(*edges, *new, weight=weight, new_weight=new_weight)
         if E:

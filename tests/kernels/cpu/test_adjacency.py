@@ -47,7 +47,8 @@ def test_every_graph(name: str, dtype: torch.dtype, threads: int) -> None:
     edges = edges_of(graph, dtype)
     for share in (0.0, 0.5, 0.98, 1.0):
         some = torch.rand(len(edges[1])) < share
-        assert_equal(adjacency_filter, (*edges, some), num_kept=int(some.sum()))
+        for number in (None, torch.randperm(graph[1])):
+            assert_equal(adjacency_filter, (*edges, some), num_kept=int(some.sum()), number=number)
         assert_equal(adjacency_merge, split(graph, some, dtype))
 
 
