@@ -58,7 +58,9 @@ def load(dataset: str, setting: Setting) -> tuple[Task, Recipe]:
     else:
         data = (qgnn.data.load_graphs if dataset in GRAPHS else qgnn.data.load)(dataset, setting.root)
     recipe = recipe_for(argparse.Namespace(dataset=dataset, model="gcn", **dict.fromkeys(GIVEN)), num_edges_of(data))
-    recipe = replace(recipe, eval_every=EVAL_EVERY, **({"epochs": QUICK_EPOCHS} if setting.quick else {}))
+    recipe = replace(recipe, eval_every=EVAL_EVERY)
+    if setting.quick:
+        recipe = replace(recipe, epochs=QUICK_EPOCHS)
     return make_task(data, setting.device, recipe.normalize), recipe
 
 
