@@ -78,6 +78,11 @@ def test_every_operator_has_a_fake() -> None:
         assert codes.codes.shape == x.shape
         packed = ops.blocks_pack(x.detach(), None, 2, 64, torch.float32, None, 0, None)
         assert ops.blocks_unpack(*packed, 2, x.numel(), torch.float32, None, 0, None, 0, 0).shape == (x.numel(),)
+        edges, weights = vars(graph.csr).values(), weight.detach()
+        left = ops.adjacency_filter(*edges, torch.ones_like(graph.csr.index, dtype=torch.bool), weights, None, 3)
+        assert [len(t) for t in left] == [num_nodes + 1, 3, 3, len(weight), 3]
+        more = ops.adjacency_merge(*edges, weights, graph.target, *(graph.csr.index, graph.csr.order), weights)
+        assert [len(t) for t in more] == [num_nodes + 1, *[2 * len(weight)] * 3]
         for out in (
             functional.linear(x, theta, bias, config=config),
             *(functional.linear(x, theta, bias, config=QConfig(fmt=fmt)) for fmt in (MSFP(3), FixedPoint(4), MXFP4())),
