@@ -35,7 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("edge_checks",),
     ("reference",),
     ("ops",),
-    ("compressed_tensor", "config", "edge_updates", "formats", "graph"),
+    ("compressed_tensor", "config", "edge_updates", "formats", "graph", "halo_graph"),
     ("functional",),
     ("nn", "compress", "schedule", "metrics"),
     ("convert", "data", "distributed", "cli"),

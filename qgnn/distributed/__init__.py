@@ -1,5 +1,14 @@
-"""Training over several processes with fewer bytes between them, on ``torch.distributed``."""
+"""Training over several processes with fewer bytes between them, on ``torch.distributed``.
+
+- :func:`int8_hook`: gradients of data-parallel training in int8;
+- :class:`PartitionedGraph`: one graph over several processes, with rows of neighbors in codes of a few bits;
+- :func:`partition_nodes`: which process gets which node, and :func:`save_partitions`: files of each part;
+- :func:`mean_loss`: the loss over the nodes of all processes.
+"""
 
 from qgnn.distributed.gradients import Int8State, int8_hook
+from qgnn.distributed.loss import mean_loss
+from qgnn.distributed.partitioned_graph import PartitionedGraph
+from qgnn.distributed.shards import save_partitions
 
-__all__ = ["Int8State", "int8_hook"]
+__all__ = ["Int8State", "PartitionedGraph", "int8_hook", "mean_loss", "save_partitions"]

@@ -29,6 +29,7 @@ from qgnn.functional._rounded import aggregated, message_rows, rounded
 from qgnn.functional.activation import activation as activation_behind
 from qgnn.functional.dense import linear
 from qgnn.graph import Graph, as_graph
+from qgnn.halo_graph import HaloGraph
 from qgnn.qtensor import QTensor
 
 _SUMS = ("sum", "mean")
@@ -87,7 +88,7 @@ def spmm(
         check_float("spmm", "x", x)
     check_matrix("spmm", "x", x)
     graph = graph_of("spmm", graph, x)
-    if reduce in _EXTREMA:
+    if reduce in _EXTREMA and not isinstance(graph, HaloGraph):
         if activation is not None or dropout:
             raise ValueError(
                 f"'spmm' applies 'activation' and 'dropout' to sums and means (got reduce={reduce!r}); apply them to "
@@ -151,12 +152,9 @@ def graph_linear(
     check_product("graph_linear", x, weight, bias)
     check_matrix("graph_linear", "x", x)
     graph = graph_of("graph_linear", graph, x)
-    if config is not None and not config.is_integer:
+    if config is None or not config.is_integer or isinstance(graph, HaloGraph):
         y = linear(x, weight, config=config, seed=seed)
         return _aggregate("graph_linear", graph, y, edge_weight, reduce, bias, (activation, dropout), config, seed)
-    if config is None:
-        y = linear(x, weight)
-        return _aggregate("graph_linear", graph, y, edge_weight, reduce, bias, (activation, dropout), None, seed)
     codes_or_x, scale, x_float = codes_or_rows("graph_linear", x)
     csr_weight, csc_weight = _edge_weights("graph_linear", graph, edge_weight, weight.dtype, heads_of=weight.shape[0])
     learns_weight = csr_weight is not None and csr_weight.requires_grad and torch.is_grad_enabled()
@@ -257,6 +255,8 @@ def _aggregate(
     seed: int | Tensor | None,
     reduces: tuple[str, ...] = _SUMS,
 ) -> Tensor:
+    if isinstance(graph, HaloGraph):
+        return _halo_aggregate(owner, graph, x, edge_weight, reduce, bias, epilogue, config, seed)
     if config is not None and not config.is_integer:
         return _mixed_aggregate(owner, graph, x, edge_weight, reduce, bias, epilogue, config, seed, reduces)
     rows, scale, x_float = codes_or_rows(owner, x)
@@ -293,6 +293,37 @@ def _mixed_aggregate(
     rows, kernel = message_rows(x, config, rounding)
     out = _aggregate(owner, graph, rows, edge_weight, reduce, None, (None, 0), kernel, rounding, reduces)
     out = aggregated(out, config, rounding, with_gradient=kernel is None)
+    return _finished(out, bias, epilogue, seed)
+
+
+def _halo_aggregate(
+    owner: str,
+    graph: HaloGraph,
+    x: Tensor | QTensor,
+    edge_weight: Tensor | None,
+    reduce: str,
+    bias: Tensor | None,
+    epilogue: tuple[str | None, float],
+    config: QConfig | None,
+    seed: int | Tensor | None,
+) -> Tensor:
+    """The rows of own nodes are summed while those of the halo are on their way, which are not rounded once more."""
+    if edge_weight is not None:
+        raise ValueError(f"'{owner}' expects the weights of {graph!r} within it (got 'edge_weight' beside it)")
+    if reduce not in _SUMS:
+        raise ValueError(f"'{owner}' expects 'reduce' to be one of {_SUMS} on {graph!r} (got {reduce!r})")
+    if reduce == "mean":
+        graph = graph.averaged(compute_dtype(x.dtype))
+    receive = graph.exchange(x)
+    out = _aggregate(owner, graph.inner, x, None, "sum", None, (None, 0), config, seed)
+    out = out + _aggregate(owner, graph.halo, receive(), None, "sum", None, (None, 0), None, None)
+    return _finished(out, bias, epilogue, seed)
+
+
+def _finished(
+    out: Tensor, bias: Tensor | None, epilogue: tuple[str | None, float], seed: int | Tensor | None
+) -> Tensor:
+    """A bias and an epilogue in a pass of their own."""
     kind, dropout = epilogue
     if bias is None and kind is None and not dropout:
         return out

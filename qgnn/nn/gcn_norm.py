@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from qgnn.edge_checks import check_edge_index, check_edge_weight
 from qgnn.graph import Graph, as_graph, check_num_nodes, identity, kind_of, to_edges, weight_of
+from qgnn.halo_graph import HaloGraph
 from qgnn.weak_cache import cached
 
 # What becomes of self-loops that a graph has already, by the kind of its edges, as in PyG: the weight of (the last copy
@@ -31,10 +32,17 @@ def gcn_norm(graph: Graph, weight: Tensor) -> Tensor:
         graph: The edges.
         weight: Their weights in CSR order, ``[E]``.
     """
-    degree = torch.segment_reduce(weight, "sum", offsets=graph.csr.indptr, initial=0, unsafe=True)
-    isolated = degree == 0
-    factor = degree.masked_fill(isolated, 1.0).pow(-0.5).masked_fill(isolated, 0.0)
+    factor = _factor(_degree(graph, weight))
     return factor.index_select(0, graph.csr.index) * weight * factor.index_select(0, graph.target)
+
+
+def _degree(graph: Graph, weight: Tensor) -> Tensor:
+    return torch.segment_reduce(weight, "sum", offsets=graph.csr.indptr, initial=0, unsafe=True)
+
+
+def _factor(degree: Tensor) -> Tensor:
+    isolated = degree == 0
+    return degree.masked_fill(isolated, 1.0).pow(-0.5).masked_fill(isolated, 0.0)
 
 
 def normalized_graph(
@@ -63,6 +71,15 @@ def normalized_graph(
         mean: Whether the layer takes a mean, which counts edges.
     """
     dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    if isinstance(adjacency, HaloGraph):
+        if edge_weight is not None or flow != "source_to_target":
+            raise ValueError(
+                f"'normalized_graph' expects the weights of {adjacency!r} within it, and flow='source_to_target' (got "
+                f"{'no ' if edge_weight is None else ''}'edge_weight' and flow={flow!r})"
+            )
+        check_num_nodes(adjacency, num_nodes, num_nodes)
+        options = (dtype, improved, add_self_loops, normalize)
+        return adjacency.remembered(("gcn", *options), lambda: _normalized_parts(adjacency, *options))
     key = (num_nodes, add_self_loops, flow)
     as_given = edge_weight is None and not normalize and not add_self_loops and flow == "source_to_target"
     if isinstance(adjacency, Graph) and as_given:
@@ -79,6 +96,32 @@ def normalized_graph(
 
     tensors = identity(adjacency, weights=True) + (() if edge_weight is None else (edge_weight,))
     return cached(tensors, ("gcn", dtype, improved, normalize, *key), weighted)
+
+
+def _normalized_parts(
+    graph: HaloGraph, dtype: torch.dtype, improved: bool, add_self_loops: bool, normalize: bool
+) -> HaloGraph:
+    """Self-loops lie within a part; degrees of the halo come from where its nodes are."""
+    structure = GCNStructure(graph.inner, graph.num_targets, add_self_loops)
+    inner, halo = structure.weighted(graph.inner.weight, dtype, improved, normalize=False), graph.halo
+    if not normalize:
+        return graph.with_parts(inner, halo)
+    weights = [_weight_of(part, dtype) for part in (inner, halo)]
+    factor = _factor(_degree(inner, weights[0]) + _degree(halo, weights[1]))
+    halo_factor = graph.exchange(factor.unsqueeze(1), exact=True)().squeeze(1)
+
+    def normalized(part: Graph, weight: Tensor, source_factor: Tensor) -> Graph:
+        source, target = source_factor.index_select(0, part.csr.index), factor.index_select(0, part.target)
+        return part.with_weight(source * weight * target)
+
+    return graph.with_parts(normalized(inner, weights[0], factor), normalized(halo, weights[1], halo_factor))
+
+
+def _weight_of(graph: Graph, dtype: torch.dtype) -> Tensor:
+    """Weights in CSR order, ones where there are none."""
+    if graph.weight is None:
+        return torch.ones(graph.num_edges, dtype=dtype, device=graph.device)
+    return graph.weight.to(dtype)
 
 
 class GCNStructure:

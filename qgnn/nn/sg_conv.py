@@ -10,6 +10,7 @@ from torch_geometric.nn.conv import SGConv
 from qgnn import functional
 from qgnn.config import QConfig
 from qgnn.graph import Graph, identity
+from qgnn.halo_graph import HaloGraph
 from qgnn.nn._common import active_config, aggregate, initialize_lazy, operand
 from qgnn.nn._propagation import PropagationConv
 from qgnn.nn.epilogue import Epilogue
@@ -83,7 +84,8 @@ class QSGConv(PropagationConv, SGConv):
         graph = self.normalized(x, edge_index, edge_weight)
         config = self.active
         rows = (x,) if isinstance(x, Tensor) else (x.storage, x.scales) if x.origin is None else (x.origin,)
-        sources = (*rows, *identity(edge_index, weights=True), *(() if edge_weight is None else (edge_weight,)))
+        edges = edge_index.inner if isinstance(edge_index, HaloGraph) else edge_index  # made with it, for it alone
+        sources = (*rows, *identity(edges, weights=True), *(() if edge_weight is None else (edge_weight,)))
         if self.cached and self.K > 0 and not any(t.requires_grad or is_recorded(t) for t in sources):
             nearest = active_config(False, config)
             key = ("hops", self.K, self.add_self_loops, self.flow, self.reduce, nearest)

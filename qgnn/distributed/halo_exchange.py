@@ -1,0 +1,178 @@
+"""Rows of boundary nodes to the processes whose nodes are their neighbors, and their gradients back.
+
+Each direction is one message to every other process. It starts before the rows of own nodes are summed and is waited
+for behind that, forward and backward: autograd runs what was recorded last first, which is the sending of gradients,
+then the sums of own nodes, then the receipt. Rounding is stochastic and independent in both directions and in all
+processes, so that what arrives is right in expectation. After AdaQP (`arXiv:2306.01381
+<https://arxiv.org/abs/2306.01381>`_), in one width for all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qgnn import functional
+from qgnn.distributed._messages import RowFormat, join
+from qgnn.graph import Graph
+from qgnn.qtensor import QTensor
+from qgnn.rng import make_rounding_seed, stream_key
+from qgnn.trace import recording, report
+
+_FORWARD, _BACKWARD = 0, 1
+
+
+class HaloExchange:
+    """What a process sends to all others and gets from them.
+
+    Args:
+        boundary: Which of its own nodes it sends, in the order of the processes that get them.
+        num_nodes: Number of its own nodes.
+        sent: Number of rows that each process gets.
+        received: Number of rows that each process sends.
+        row_format: How rows are sent.
+        process_group: The processes.
+
+    Attributes:
+        sent_bytes: What this process has sent, forward and backward.
+        full_bytes: What it would have sent in fp32.
+        count: Messages to all others so far.
+    """
+
+    def __init__(
+        self,
+        boundary: Tensor,
+        num_nodes: int,
+        sent: list[int],
+        received: list[int],
+        row_format: RowFormat,
+        process_group: dist.ProcessGroup,
+    ) -> None:
+        self.boundary = boundary
+        self.row_format = row_format
+        self.process_group = process_group
+        self.rank = dist.get_rank(process_group)
+        self.num_rows = {_FORWARD: (sent, received), _BACKWARD: (received, sent)}
+        position = torch.arange(len(boundary), device=boundary.device)
+        self.returned = Graph.from_edge_index(torch.stack([position, boundary]), (len(boundary), num_nodes))
+        self.sent_bytes = self.full_bytes = self.count = 0
+
+    def to(self, device: torch.device | str) -> HaloExchange:
+        """The same between rows on another device."""
+        exchange = copy(self)
+        exchange.boundary, exchange.returned = self.boundary.to(device), self.returned.to(device)
+        return exchange
+
+    def start(self, x: Tensor | QTensor, exact: bool) -> Callable[[], Tensor]:
+        """Send rows ``[N, F]`` of own nodes; what is returned waits for those of the halo."""
+        row_format = RowFormat(None, self.row_format.block_size) if exact else self.row_format
+        seed = None
+        if row_format.bits is not None and torch.is_grad_enabled():
+            seed = make_rounding_seed(None, self.boundary.device)
+        message = _Message(self, row_format, x.shape[1], x.dtype, seed)
+        rows, codes = (x, None) if isinstance(x, Tensor) else (x.origin, x)
+        token = _Send.apply(rows, codes, message)
+        return lambda: _Receive.apply(token, message)
+
+
+class _Message:
+    """Rows on their way to the other processes, or gradients on their way back.
+
+    Args:
+        exchange: Between whom.
+        row_format: How they are sent.
+        num_columns: Width of the rows.
+        dtype: Their type.
+        seed: Of rounding; ``None`` rounds to nearest.
+    """
+
+    def __init__(
+        self,
+        exchange: HaloExchange,
+        row_format: RowFormat,
+        num_columns: int,
+        dtype: torch.dtype,
+        seed: Tensor | None,
+    ) -> None:
+        self.exchange, self.row_format, self.num_columns, self.dtype = exchange, row_format, num_columns, dtype
+        self.seed = seed
+        self._flying: tuple[dist.Work, Tensor, Tensor] | None = None
+
+    def encoded(self, rows: Tensor, direction: int) -> Tensor:
+        """The message of rows."""
+        seed = None if self.seed is None else self.seed ^ stream_key(2 * self.exchange.rank + direction)
+        return self.row_format.encode(rows, seed)
+
+    def post(self, sent: Tensor, direction: int) -> None:
+        """Send messages of rows, and do not wait for what comes."""
+        out, into = self.exchange.num_rows[direction]
+        received = sent.new_empty((sum(into), sent.shape[1]))
+        work = dist.all_to_all_single(received, sent, into, out, group=self.exchange.process_group, async_op=True)
+        self._flying = work, received, sent  # which has to live until it is sent
+        self.exchange.sent_bytes += sent.nbytes
+        self.exchange.full_bytes += sent.shape[0] * self.num_columns * 4
+        self.exchange.count += 1
+        if recording():
+            name = (
+                str(self.dtype).removeprefix("torch.") if self.row_format.bits is None else f"int{self.row_format.bits}"
+            )
+            stage = "backward" if direction == _BACKWARD else "forward"
+            report(f"halo.{stage}", name, dist.get_backend(self.exchange.process_group), (sent,))
+
+    def wait(self) -> Tensor:
+        """The rows that came."""
+        assert self._flying is not None
+        work, received, _ = self._flying
+        work.wait()
+        self._flying = None
+        return self.row_format.decode(received, self.num_columns, self.dtype)
+
+
+class _Send(torch.autograd.Function):
+    """Rows go out; their gradients come in, and each node's are added in the order of the processes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor | None, q: QTensor | None, message: _Message) -> Tensor:
+        ctx.message = message
+        boundary = message.exchange.boundary
+        codes = None if q is None or message.row_format.bits != 8 else _codes_of(q, boundary)
+        if codes is None:
+            rows = q.dequantize() if q is not None and x is None else x
+            assert rows is not None
+            codes = message.encoded(rows.index_select(0, boundary), _FORWARD)
+        message.post(codes, _FORWARD)
+        return codes.new_empty(0, dtype=torch.float32)  # no values: what ties the receipt to the sending
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
+        message = ctx.message
+        return functional.spmm(message.exchange.returned, message.wait()), None, None
+
+
+class _Receive(torch.autograd.Function):
+    """Rows of the halo come in; their gradients go out."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, message: _Message) -> Tensor:
+        ctx.message = message
+        return message.wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.message.post(ctx.message.encoded(grad, _BACKWARD), _BACKWARD)
+        return grad.new_empty(0, dtype=torch.float32), None
+
+
+def _codes_of(q: QTensor, boundary: Tensor) -> Tensor | None:
+    """The message of rows that are int8 codes with a scale a row already; ``None`` of others."""
+    if q.code_dtype != torch.int8 or q.zero is not None or q.scale.shape != (q.shape[0], 1):
+        return None
+    return join(q.codes.index_select(0, boundary), q.scale.index_select(0, boundary))
