@@ -8,7 +8,8 @@
 
 from qgnn.distributed.gradients import Int8State, int8_hook
 from qgnn.distributed.loss import mean_loss
+from qgnn.distributed.partition import partition_nodes
 from qgnn.distributed.partitioned_graph import PartitionedGraph
 from qgnn.distributed.shards import save_partitions
 
-__all__ = ["Int8State", "PartitionedGraph", "int8_hook", "mean_loss", "save_partitions"]
+__all__ = ["Int8State", "PartitionedGraph", "int8_hook", "mean_loss", "partition_nodes", "save_partitions"]

@@ -119,10 +119,8 @@ class _Message:
         self.exchange.full_bytes += sent.shape[0] * self.num_columns * 4
         self.exchange.count += 1
         if recording():
-            name = (
-                str(self.dtype).removeprefix("torch.") if self.row_format.bits is None else f"int{self.row_format.bits}"
-            )
-            stage = "backward" if direction == _BACKWARD else "forward"
+            bits, stage = self.row_format.bits, "backward" if direction == _BACKWARD else "forward"
+            name = str(self.dtype).removeprefix("torch.") if bits is None else f"int{bits}"
             report(f"halo.{stage}", name, dist.get_backend(self.exchange.process_group), (sent,))
 
     def wait(self) -> Tensor:

@@ -255,10 +255,10 @@ def _aggregate(
     seed: int | Tensor | None,
     reduces: tuple[str, ...] = _SUMS,
 ) -> Tensor:
-    if isinstance(graph, HaloGraph):
-        return _halo_aggregate(owner, graph, x, edge_weight, reduce, bias, epilogue, config, seed)
     if config is not None and not config.is_integer:
         return _mixed_aggregate(owner, graph, x, edge_weight, reduce, bias, epilogue, config, seed, reduces)
+    if isinstance(graph, HaloGraph):
+        return _halo_aggregate(owner, graph, x, edge_weight, reduce, bias, epilogue, config, seed)
     rows, scale, x_float = codes_or_rows(owner, x)
     csr_weight, csc_weight = _edge_weights(owner, graph, edge_weight, x.dtype, heads_of=x.shape[1])
     out, *_ = ops.spmm(
