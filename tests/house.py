@@ -54,12 +54,12 @@ OUTSIDE: dict[str, frozenset[str]] = {
     "metrics": frozenset({"torch_geometric"}),
     "convert": frozenset({"torch_geometric", "rich"}),
     "data": frozenset({"torch_geometric", "numpy", "ogb"}),
-    "distributed": frozenset({"torch_geometric"}),
+    "distributed": frozenset({"torch_geometric", "pymetis"}),
     "cli": frozenset({"torch_geometric", "numpy", "ogb", "rich", "matplotlib", "triton", "pyarrow", "tomli"}),
 }
 
 # Heavy or optional: imported where they are used, never when a module is loaded. The kernels themselves need Triton.
-LATE = frozenset({"triton", "matplotlib", "ogb", "pyarrow", "torch_sparse"})
+LATE = frozenset({"triton", "matplotlib", "ogb", "pyarrow", "pymetis", "torch_sparse"})
 
 MAX_LINES = 400
 

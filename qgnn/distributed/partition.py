@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil
 from typing import Any
 
@@ -71,36 +72,36 @@ def partition_nodes(
     if num_parts == 1:
         parts = torch.zeros(num_nodes, dtype=torch.int64)
     elif metis is not None:
-        parts = _by_metis(metis, level, num_parts, imbalance)
+        parts = metis(level, num_parts, imbalance)
     else:
         parts = multilevel(level, num_parts, ceil((1 + imbalance) * num_nodes / num_parts))
     return _filled(parts, num_parts).to(device)
 
 
-def _metis(required: bool) -> Any:
+def _metis(required: bool) -> Callable[[Level, int, float], Tensor] | None:
+    """The partition of METIS."""
     try:
-        import pymetis
+        from pymetis import CSRAdjacency, Options, part_graph
     except ImportError as error:
         if required:
             raise ImportError(
-                "'partition_nodes' expects pymetis for method='metis' (got none); 'pip install pymetis', or "
-                "method='multilevel'"
+                "'partition_nodes' expects pymetis 2025.2 or newer for method='metis' (got none); 'pip install "
+                "pymetis', or give method='multilevel'"
             ) from error
         return None
-    return pymetis
 
+    def parts_of(level: Level, num_parts: int, imbalance: float) -> Tensor:
+        start = torch.searchsorted(level.source, torch.arange(level.num_nodes + 1))
+        _, parts = part_graph(
+            num_parts,
+            CSRAdjacency(start.numpy(), level.target.numpy()),
+            eweights=level.weight.numpy(),
+            recursive=False,
+            options=Options(seed=0, ufactor=max(1, round(1000 * imbalance))),
+        )
+        return torch.tensor(parts, dtype=torch.int64)
 
-def _by_metis(metis: Any, level: Level, num_parts: int, imbalance: float) -> Tensor:
-    start = torch.searchsorted(level.source, torch.arange(level.num_nodes + 1))
-    _, parts = metis.part_graph(
-        num_parts,
-        xadj=start.tolist(),
-        adjncy=level.target.tolist(),
-        eweights=level.weight.tolist(),
-        recursive=False,
-        options=metis.Options(seed=0, ufactor=max(1, round(1000 * imbalance))),
-    )
-    return torch.tensor(parts, dtype=torch.int64)
+    return parts_of
 
 
 def _filled(parts: Tensor, num_parts: int) -> Tensor:
