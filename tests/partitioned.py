@@ -1,14 +1,17 @@
 """What each process of the tests of partitioned graphs does: processes import it by name."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from copy import deepcopy
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch_geometric.data import Data
 from torch_geometric.nn import MLP, GCN2Conv
 
 import qgnn
@@ -258,6 +261,24 @@ def curve(edges: Any, nodes: Tensor, config: qgnn.QConfig | None, wrap: Callable
     return torch.tensor(losses), nn.utils.parameters_to_vector(net.parameters()).detach()
 
 
+def example() -> str:
+    """What README's example prints, of a small graph."""
+    edge_index, num_nodes = GRAPHS["power_law"]
+    x = values(num_nodes).float()
+    mask = torch.arange(num_nodes) % 2 == 0
+    data = Data(x, edge_index, y=x.argmax(1), train_mask=mask, test_mask=~mask)
+    printed = StringIO()
+    with (
+        replaced(dist, "init_process_group", lambda backend: None),
+        replaced(dist, "destroy_process_group", lambda: None),
+        replaced(qgnn.data, "wordnet", lambda: data),
+        redirect_stdout(printed),
+    ):
+        readme = (Path(__file__).parent.parent / "README.md").read_text()
+        exec(readme.split("<!-- partitioned:begin -->\n```python\n")[1].split("```")[0], {})
+    return printed.getvalue()
+
+
 def train(rank: int, folder: str) -> None:
     join(rank, folder)
     edge_index, num_nodes = GRAPHS["power_law"]
@@ -284,5 +305,6 @@ def train(rank: int, folder: str) -> None:
     loss = mean_loss(terms)
     loss.backward()
     found["mean_loss"] = loss.detach(), terms.grad
+    found["example"] = example()
     torch.save(found, f"{folder}/{rank}.pt")
     leave()

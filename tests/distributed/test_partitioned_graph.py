@@ -249,6 +249,12 @@ def test_the_mean_loss_has_the_value_and_gradient_of_one_process(trained: Found)
     assert trained[1]["mean_loss"][1].shape == (0,)
 
 
+def test_the_example_of_readme_runs(trained: Found) -> None:
+    pattern = r"loss \d\.\d{3}, test accuracy 0\.\d{3}\nsent 0\.\d MiB, \d\.\d in fp32\n"
+    assert re.fullmatch(pattern, trained[0]["example"]), trained[0]["example"]
+    assert trained[1]["example"] == ""
+
+
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
