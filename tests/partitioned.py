@@ -82,7 +82,8 @@ def run_layer(conv: nn.Module, x: Tensor, edges: Any, rows: Tensor, *weight: Ten
 
 def several(rank: int, folder: str) -> None:
     join(rank, folder, RANKS)
-    torch.save({**layers(), **messages(rank, folder), "errors": errors(rank, folder)}, f"{folder}/{rank}.pt")
+    found = {**layers(), **messages(rank, folder), **calls(), "errors": errors(rank, folder)}
+    torch.save(found, f"{folder}/{rank}.pt")
     leave()
 
 
@@ -188,6 +189,36 @@ def messages(rank: int, folder: str) -> dict[Any, Any]:
     whole = PartitionedGraph.from_edge_index(edge_index, parts, weight_of("random"), bits=None)
     x = values(num_nodes)[whole.nodes]
     found["loaded"], found["whole"] = sums(loaded, x, 1), sums(whole, x, 1)
+    return found
+
+
+def calls() -> dict[Any, Any]:
+    """Layers and sums called in other ways than once, on rows of fp32 in full precision."""
+    edge_index, num_nodes = GRAPHS["random"]
+    parts, spmm = parts_of("random"), qgnn.functional.spmm
+    exact, eight = (PartitionedGraph.from_edge_index(edge_index, parts, bits=bits) for bits in (None, 8))
+    x = values(num_nodes).float()[exact.nodes]
+    mixed = qgnn.QConfig(fmt="msfp12", rounding="nearest")
+    found: dict[Any, Any] = {"formats": spmm(exact, x, config=mixed)}
+    with torch.no_grad():
+        found["int8"] = spmm(eight, x, config=qgnn.QConfig(rounding="nearest"))
+    found["moved"] = spmm(exact.to("cpu"), x)
+    found["sets"] = QGINConv(nn.Identity(), config=None)(torch.stack([x, 2 * x]), exact)
+
+    rows = x.clone().requires_grad_()
+    out = spmm(eight, rows)
+    found["again"] = [torch.autograd.grad(out.sum(), rows, retain_graph=True)[0] for _ in range(2)]
+
+    hub, _ = GRAPHS["hub"]
+    graph = PartitionedGraph.from_edge_index(hub, parts_of("hub"), bits=None)
+    found["half"] = spmm(graph, torch.full((len(graph.nodes), 1), 300.0).half(), reduce="mean"), graph.nodes
+
+    found["exchanges"] = []
+    for layer in (QGCNConv(F, 2, config=None), QSGConv(F, 2, K=2, cached=True, config=None)):
+        graph = PartitionedGraph.from_edge_index(edge_index, parts, bits=None)
+        for _ in range(2):
+            layer(x, graph)
+            found["exchanges"].append(graph.num_exchanges)
     return found
 
 

@@ -185,6 +185,45 @@ def test_int8_rows_are_sent_as_they_are(several: Found) -> None:
             assert torch.equal(rows, expected)
 
 
+@pytest.mark.parametrize(("name", "config"), [("formats", "msfp12"), ("int8", "int8"), ("moved", None)])
+def test_rounding_to_nearest_is_that_of_one_process(several: Found, name: str, config: str | None) -> None:
+    """Rows have scales of their own, so that it does not matter where they are rounded."""
+    edge_index, num_nodes = GRAPHS["random"]
+    config = None if config is None else qgnn.QConfig(fmt=config, rounding="nearest")
+    expected = qgnn.functional.spmm(edge_index, values(num_nodes).float(), config=config)
+    for found in several:
+        torch.testing.assert_close(found[name], expected[found["nodes"]], rtol=1e-5, atol=1e-5)
+
+
+def test_several_sets_of_rows_are_summed(several: Found) -> None:
+    A = dense("random") + torch.eye(50, dtype=torch.float64)
+    for found in several:
+        one, two = found["sets"].double()
+        torch.testing.assert_close(one, (A @ values(50))[found["nodes"]], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(two, 2 * one, rtol=1e-5, atol=1e-5)
+
+
+def test_a_second_backward_pass_has_the_same_gradient(several: Found) -> None:
+    for found in several:
+        assert torch.equal(*found["again"])
+
+
+def test_means_do_not_overflow(several: Found) -> None:
+    """The hub has 278 edges from rows of 300; their sum is none of fp16."""
+    degree = torch.bincount(GRAPHS["hub"][0][1], minlength=140)
+    for found in several:
+        rows, nodes = found["half"]
+        assert rows.dtype == torch.float16
+        expected = torch.where(degree[nodes] > 0, 300.0, 0.0)
+        torch.testing.assert_close(rows.squeeze(1).float(), expected, rtol=2e-3, atol=0)  # two roundings to fp16
+
+
+def test_degrees_and_cached_features_are_exchanged_once(several: Found) -> None:
+    """By a GCN layer the degrees and each call's rows; by a cached layer of two hops the degrees and two hops."""
+    for found in several:
+        assert found["exchanges"] == [2, 3, 3, 3]
+
+
 def test_a_loaded_part_is_that_of_the_whole_graph(several: Found) -> None:
     for found in several:
         assert all(torch.equal(one, two) for one, two in zip(found["loaded"], found["whole"], strict=True))
