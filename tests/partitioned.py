@@ -152,8 +152,8 @@ def messages(rank: int, folder: str) -> dict[Any, Any]:
 
     graph = PartitionedGraph.from_edge_index(edge_index, parts, bits=2)
     torch.manual_seed(1)
-    same = graph.exchange(torch.linspace(-1, 1, 256).expand(len(graph.nodes), -1))
-    found["same rows"] = same(), graph.halo_nodes
+    same = torch.linspace(-1, 1, 256).repeat(len(graph.nodes), 1).requires_grad_()
+    found["same rows"] = graph.exchange(same)().detach(), graph.halo_nodes
     with torch.no_grad():
         before = torch.get_rng_state()
         found["nearest"] = graph.exchange(values(num_nodes).float()[graph.nodes])()
@@ -219,6 +219,19 @@ def calls() -> dict[Any, Any]:
         for _ in range(2):
             layer(x, graph)
             found["exchanges"].append(graph.num_exchanges)
+
+    graph = PartitionedGraph.from_edge_index(edge_index, parts, bits=1)
+    found["constant"], found["sent once"] = [], []
+    for config in (None, qgnn.QConfig()):
+        layer = QSAGEConv(F, 2 * F, config=config)
+        for _ in range(2):
+            layer(x, graph)
+            found["sent once"].append(graph.sent_bytes)
+        q = x if config is None else qgnn.nn._common.operand(x, config)
+        found["constant"].append((graph.exchange(q)(), q.clone() if config is None else q.dequantize()))
+        found["sent once"].append(graph.sent_bytes)
+    x.add_(1)
+    found["changed"] = graph.exchange(x)()
     return found
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from qgnn.graph import Graph
 from qgnn.qtensor import QTensor
 from qgnn.rng import make_rounding_seed, stream_key
 from qgnn.trace import recording, report
+from qgnn.weak_cache import cached
 
 _FORWARD, _BACKWARD = 0, 1
 
@@ -64,14 +66,28 @@ class HaloExchange:
         self.sent_bytes = self.full_bytes = self.count = 0
 
     def to(self, device: torch.device | str) -> HaloExchange:
-        """The same between rows on another device."""
+        """The same between rows on another device, which counts anew."""
         exchange = copy(self)
         exchange.boundary, exchange.returned = self.boundary.to(device), self.returned.to(device)
+        exchange.sent_bytes = exchange.full_bytes = exchange.count = 0
         return exchange
 
     def start(self, x: Tensor | QTensor, exact: bool) -> Callable[[], Tensor]:
-        """Send rows ``[N, F]`` of own nodes; what is returned waits for those of the halo."""
-        row_format = RowFormat(None, self.row_format.block_size) if exact else self.row_format
+        """Send rows ``[N, F]`` of own nodes; what is returned waits for those of the halo.
+
+        Rows that need no gradient in a training step are constants: they are sent as they are, once for as long as they
+        live unchanged.
+        """
+        tensors = (x,) if isinstance(x, Tensor) else (x.storage, x.scales) if x.origin is None else (x.origin,)
+        if torch.is_grad_enabled() and not any(t.requires_grad for t in tensors):
+            rows = cached((*tensors, self.boundary), "rows of the halo", lambda: self._posted(x, exact=True)())
+            return lambda: rows
+        return self._posted(x, exact)
+
+    def _posted(self, x: Tensor | QTensor, exact: bool) -> Callable[[], Tensor]:
+        row_format = self.row_format
+        if exact:
+            row_format = replace(row_format, bits=8 if _is_int8(x) else None)
         seed = None
         if row_format.bits is not None and torch.is_grad_enabled():
             seed = make_rounding_seed(None, self.boundary.device)
@@ -139,13 +155,14 @@ class _Send(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor | None, q: QTensor | None, message: _Message) -> Tensor:
         ctx.message = message
         boundary = message.exchange.boundary
-        codes = None if q is None or message.row_format.bits != 8 else _codes_of(q, boundary)
-        if codes is None:
+        if q is not None and message.row_format.bits == 8 and _is_int8(q):
+            sent = join(q.codes.index_select(0, boundary), q.scale.index_select(0, boundary))
+        else:
             rows = q.dequantize() if q is not None and x is None else x
             assert rows is not None
-            codes = message.encoded(rows.index_select(0, boundary), _FORWARD)
-        message.post(codes, _FORWARD)
-        return codes.new_empty(0, dtype=torch.float32)  # no values: what ties the receipt to the sending
+            sent = message.encoded(rows.index_select(0, boundary), _FORWARD)
+        message.post(sent, _FORWARD)
+        return sent.new_empty(0, dtype=torch.float32)  # no values: what ties the receipt to the sending
 
     @staticmethod
     @once_differentiable
@@ -169,8 +186,8 @@ class _Receive(torch.autograd.Function):
         return grad.new_empty(0, dtype=torch.float32), None
 
 
-def _codes_of(q: QTensor, boundary: Tensor) -> Tensor | None:
-    """The message of rows that are int8 codes with a scale a row already; ``None`` of others."""
-    if q.code_dtype != torch.int8 or q.zero is not None or q.scale.shape != (q.shape[0], 1):
-        return None
-    return join(q.codes.index_select(0, boundary), q.scale.index_select(0, boundary))
+def _is_int8(x: Tensor | QTensor) -> bool:
+    """Whether rows are int8 codes with a scale a row, as messages are."""
+    if not isinstance(x, QTensor) or x.code_dtype != torch.int8 or x.zero is not None:
+        return False
+    return x.scale.shape == (x.shape[0], 1)

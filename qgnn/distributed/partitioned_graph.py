@@ -28,10 +28,12 @@ class PartitionedGraph(HaloGraph):
     Each process has the rows of its own nodes. A layer that gets this graph in place of an ``edge_index`` computes the
     rows that it would compute of them in one process: the rows of neighbors that other processes have, the halo, come
     as codes of a few bits, rounded at random in training, to nearest where no gradients are recorded, and so go their
-    gradients back. Edges between own nodes are summed in the meantime. All processes have to run the same layers in the
-    same order, those without nodes too, and call ``backward``; each call of a layer is one message to all others, and
-    one more for its gradient. Layers of attention, maxima, norms over all nodes and :func:`torch.compile` do not work
-    over processes.
+    gradients back. Edges between own nodes are summed in the meantime. Rows that need no gradient in training, such as
+    input features, are sent once for as long as the tensor lives unchanged, and as they are.
+
+    All processes have to run the same layers in the same order, those without nodes too, and call ``backward``: each
+    sum over neighbors is a message to all others, and one more for its gradient. Layers of attention, maxima, norms
+    over all nodes and :func:`torch.compile` do not work over processes.
 
     Messages that are rounded at random and overlap with the sums of own nodes are those of `"Adaptive Message
     Quantization and Parallelization for Distributed Full-graph GNN Training" <https://arxiv.org/abs/2306.01381>`_, in

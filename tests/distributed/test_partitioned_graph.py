@@ -224,6 +224,22 @@ def test_degrees_and_cached_features_are_exchanged_once(several: Found) -> None:
         assert found["exchanges"] == [2, 3, 3, 3]
 
 
+def test_constants_are_sent_once_as_they_are(several: Found) -> None:
+    """Features of fp32, then their int8 codes, over a graph of one bit; those that changed are sent anew."""
+    num_nodes = GRAPHS["random"][1]
+    rows = [torch.empty(num_nodes, partitioned.F) for _ in range(2)]
+    for found in several:
+        for whole, (_, own) in zip(rows, found["constant"], strict=True):
+            whole[found["nodes"]] = own
+    for found in several:
+        halo, (out, _) = found["same rows"][1], found["rows"]
+        for whole, (received, _) in zip(rows, found["constant"], strict=True):
+            assert torch.equal(received, whole[halo])
+        assert torch.equal(found["changed"], rows[0][halo] + 1)
+        features, codes = 4 * partitioned.F * out, (partitioned.F + 4) * out
+        assert found["sent once"] == [features] * 3 + [features + codes] * 3
+
+
 def test_a_loaded_part_is_that_of_the_whole_graph(several: Found) -> None:
     for found in several:
         assert all(torch.equal(one, two) for one, two in zip(found["loaded"], found["whole"], strict=True))
