@@ -202,6 +202,7 @@ def calls() -> dict[Any, Any]:
     found: dict[Any, Any] = {"formats": spmm(exact, x, config=mixed)}
     with torch.no_grad():
         found["int8"] = spmm(eight, x, config=qgnn.QConfig(rounding="nearest"))
+        found["no columns"] = spmm(eight, x[:, :0])
     found["moved"] = spmm(exact.to("cpu"), x)
     found["sets"] = QGINConv(nn.Identity(), config=None)(torch.stack([x, 2 * x]), exact)
 

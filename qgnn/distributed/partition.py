@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 import torch
@@ -46,15 +46,15 @@ def partition_nodes(
     Raises:
         ImportError: If ``method="metis"`` and pymetis is not installed.
         ValueError: If ``num_parts`` is below 1 or above the number of nodes, ``method`` is unknown, ``imbalance`` is
-            negative, or edges and ``num_nodes`` do not fit together.
+            negative or infinite, or edges and ``num_nodes`` do not fit together.
 
     Example:
         >>> parts = partition_nodes(edge_index, num_parts=4, num_nodes=len(x))
     """
     if method not in _METHODS:
         raise ValueError(f"'partition_nodes' expects 'method' to be one of {_METHODS} (got {method!r})")
-    if not imbalance >= 0:
-        raise ValueError(f"'partition_nodes' expects 'imbalance' of at least 0 (got {imbalance!r})")
+    if not 0 <= imbalance < inf:
+        raise ValueError(f"'partition_nodes' expects a finite 'imbalance' of at least 0 (got {imbalance!r})")
     if isinstance(edge_index, Graph) and num_nodes is None:
         num_nodes = edge_index.num_targets
     if num_nodes is None:

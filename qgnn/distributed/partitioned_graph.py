@@ -35,6 +35,8 @@ class PartitionedGraph(HaloGraph):
     sum over neighbors is a message to all others, and one more for its gradient. Layers of attention, maxima, norms
     over all nodes and :func:`torch.compile` do not work over processes.
 
+    :class:`qgnn.trace` shows messages as ``halo.forward`` and ``halo.backward``; :attr:`sent_bytes` counts their bytes.
+
     Messages that are rounded at random and overlap with the sums of own nodes are those of `"Adaptive Message
     Quantization and Parallelization for Distributed Full-graph GNN Training" <https://arxiv.org/abs/2306.01381>`_, in
     one width for all rows. With 8 bits a row has an fp32 scale, with fewer each block an offset and a step in bf16.

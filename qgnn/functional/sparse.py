@@ -56,7 +56,8 @@ def spmm(
     may need a gradient.
 
     Args:
-        graph: Edges; an ``edge_index`` is sorted once and remembered.
+        graph: Edges; an ``edge_index`` is sorted once and remembered, a
+            :class:`qgnn.distributed.PartitionedGraph` takes sums and means.
         x: One row a source node. A :class:`qgnn.QTensor` of row or tensor granularity is used as it is, with or without
             ``config``: so constant features, or rows that several products share, are quantized once.
         edge_weight: One weight an edge, in the order of the given edges; for a sum or mean also one an edge and head,

@@ -129,8 +129,8 @@ def test_bad_arguments() -> None:
             partition_nodes(edge_index, num_parts, num_nodes)
     with pytest.raises(ValueError, match=r"'method' to be one of .*\(got 'spectral'\)"):
         partition_nodes(edge_index, 2, num_nodes, method="spectral")
-    for imbalance in (-0.1, float("nan")):
-        with pytest.raises(ValueError, match=r"'imbalance' of at least 0"):
+    for imbalance in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"a finite 'imbalance' of at least 0"):
             partition_nodes(edge_index, 2, num_nodes, imbalance=imbalance)
     with pytest.raises(ValueError, match=r"expects 'num_nodes' where edges are no qgnn.Graph"):
         partition_nodes(edge_index, 2)

@@ -195,6 +195,11 @@ def test_rounding_to_nearest_is_that_of_one_process(several: Found, name: str, c
         torch.testing.assert_close(found[name], expected[found["nodes"]], rtol=1e-5, atol=1e-5)
 
 
+def test_rows_may_have_no_columns(several: Found) -> None:
+    for found in several:
+        assert found["no columns"].shape == (len(found["nodes"]), 0)
+
+
 def test_several_sets_of_rows_are_summed(several: Found) -> None:
     A = dense("random") + torch.eye(50, dtype=torch.float64)
     for found in several:
