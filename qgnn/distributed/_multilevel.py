@@ -73,7 +73,7 @@ def multilevel(level: Level, num_parts: int, capacity: int) -> Tensor:
     """
     levels, maps = [level], []
     smallest = max(_COARSE_NODES * num_parts, 100)
-    largest = max(1, 3 * level.num_nodes // (2 * smallest))  # node
+    largest = max(1, 3 * level.num_nodes // (2 * smallest))  # size of a coarse node
     while levels[-1].num_nodes > smallest:
         coarse = _coarse_nodes(levels[-1], largest, len(levels))
         num_nodes = int(coarse.max()) + 1
@@ -102,6 +102,7 @@ def _coarse_nodes(level: Level, largest: int, seed: int) -> Tensor:
         if not agreed.any():
             break
         mate = torch.where(agreed, wanted, mate)
+    # leaves of a hub, of which it takes one: pairs of those that have the same heaviest neighbor, or none
     left = ((mate == node) & (2 * level.size <= largest)).nonzero().squeeze(1)
     neighbor = _heaviest(level, rank, torch.ones_like(fits))[left]
     neighbor, order = torch.sort(neighbor, stable=True)

@@ -96,7 +96,7 @@ class Cutter:
         return Shard(
             rank=rank,
             num_parts=self.num_parts,
-            nodes=self.nodes[rank],
+            nodes=self.nodes[rank].clone(),  # a file would hold what it is a view of
             halo_nodes=received % width,
             received=torch.bincount(received // width, minlength=self.num_parts),
             boundary=self.local[sent % width],
