@@ -59,7 +59,8 @@ class RowFormat:
     def encode(self, rows: Tensor, seed: Tensor | None) -> Tensor:
         """The messages of rows ``[R, F]``, uint8 ``[R, B]``; rounded to nearest without a seed."""
         if self.bits is None:
-            return rows.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+            values = rows.clone(memory_format=torch.contiguous_format).view(-1)  # even one value may have a stride
+            return values.view(torch.uint8).view(len(rows), self.num_bytes(rows.shape[1], rows.dtype))
         rows = rows.float()
         if self.bits == 8:
             return encode(rows, seed)
@@ -74,7 +75,7 @@ class RowFormat:
     def decode(self, message: Tensor, num_columns: int, dtype: torch.dtype) -> Tensor:
         """The rows ``[R, F]`` of messages ``[R, B]``, in a type."""
         if self.bits is None:
-            return message.view(dtype)
+            return message.reshape(-1).view(dtype).view(len(message), num_columns)
         if self.bits == 8:
             return decode(message).to(dtype)
         num_rows = message.shape[0]

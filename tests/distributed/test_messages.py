@@ -50,6 +50,15 @@ def test_what_fills_bytes_widens_no_block(bits: int) -> None:
     assert torch.equal(decoded, x)
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3), (1, 1), (5, 1), (1, 5)])
+def test_rows_as_they_are_may_be_few_and_narrow(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape[0] + 4, 3 * shape[1] + 4)[::2, ::3][: shape[0], : shape[1]]
+    row_format = RowFormat(None, 256)
+    message = row_format.encode(x, None)
+    assert message.shape == (shape[0], 4 * shape[1])
+    assert torch.equal(row_format.decode(message, shape[1], torch.float32), x)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("bits", [None, 8, 2])
 def test_rows_keep_their_type(dtype: torch.dtype, bits: int | None) -> None:
