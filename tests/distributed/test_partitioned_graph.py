@@ -16,6 +16,9 @@ from data_parallel import run
 from graphs import GRAPHS
 from partitioned import NAMES, RANKS, STEPS, UNWEIGHTED, WEIGHTED, parts_of, values
 from qgnn.distributed import PartitionedGraph, mean_loss
+from qgnn.distributed._messages import RowFormat
+from qgnn.distributed.halo_exchange import _Message
+from qgnn.rng import make_seed
 
 Found = list[dict[Any, Any]]
 BLOCKS = {4: 15, 2: 3, 1: 1}  # steps between the lowest and the highest code
@@ -330,6 +333,16 @@ def test_one_process_has_the_whole_graph() -> None:
     x = values(num_nodes)
     close(qgnn.functional.spmm(graph, x), qgnn.functional.spmm(edge_index, x))
     assert (graph.sent_bytes, graph.num_exchanges) == (0, 1)
+
+
+@pytest.mark.usefixtures("alone")
+def test_both_directions_round_independently() -> None:
+    graph = PartitionedGraph.from_edge_index(GRAPHS["random"][0], torch.zeros(50, dtype=torch.long))
+    message = _Message(graph._exchange, RowFormat(2, 256), 256, torch.float32, make_seed(1))
+    x = torch.linspace(-1, 1, 256).repeat(20, 1)
+    forward, backward = (RowFormat(2, 256).decode(message.encoded(x, way), 256, torch.float32) for way in (0, 1))
+    assert 0.3 < (forward == backward).float().mean() < 0.9, "by chance two thirds"
+    assert torch.equal(message.encoded(x, 1), message.encoded(x, 1))
 
 
 @pytest.mark.usefixtures("alone")
