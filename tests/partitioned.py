@@ -320,7 +320,7 @@ def example() -> str:
         redirect_stdout(printed),
     ):
         readme = (Path(__file__).parent.parent / "README.md").read_text()
-        exec(readme.split("<!-- partitioned:begin -->\n```python\n")[1].split("```")[0], {})
+        exec(readme.split("<!-- example: partitioned -->\n```python\n")[1].split("```")[0], {})
     return printed.getvalue()
 
 
