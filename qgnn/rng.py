@@ -55,6 +55,14 @@ def splitmix64(value: int) -> int:
     return z ^ (z >> 31)
 
 
+def derive_seed(*numbers: int) -> int:
+    """The seed of what these integers name, unsigned and of 64 bits: independent ones for different integers."""
+    seed = 0
+    for number in numbers:
+        seed = splitmix64(seed ^ splitmix64(number & _U64))
+    return seed
+
+
 def stream_key(stream: int) -> int:
     """The signed 64-bit key that is XORed into a seed to get its independent stream number ``stream``."""
     return _signed(stream * _STREAM_STEP, 64)

@@ -106,5 +106,7 @@ def train(rank: int, folder: str) -> None:
     resumed = Training(rank, Int8State(error_feedback=True))
     resumed.restore(torch.load(f"{folder}/checkpoint{rank}.pt", weights_only=True))
     found["resumed"] = resumed.steps(3, 4), resumed.weights
+    for name, each in (("undisturbed", undisturbed), ("resumed", resumed)):
+        found[f"{name}_bytes"] = each.state.step, each.state.sent_bytes, each.state.full_bytes
     torch.save(found, f"{folder}/{rank}.pt")
     leave()

@@ -227,6 +227,27 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
             )
         self._blocks = with_bits(self._given, bits)
 
+    def state_dict(self) -> dict[str, int | None]:
+        """How far the seeds have come, between two blocks: an object of the same arguments goes on from there with the
+        same codes. What was measured for a budget or a length of blocks is not part of it."""
+        if self._seeds is None:
+            return {"next_seed": None}
+        next_seed = next(self._seeds)
+        self._seeds = itertools.count(next_seed)
+        return {"next_seed": next_seed}
+
+    def load_state_dict(self, state: dict[str, int | None]) -> None:
+        """Go on from a :meth:`state_dict`.
+
+        Raises:
+            ValueError: If only one of the two has a seed of its own.
+        """
+        next_seed = state["next_seed"]
+        if (next_seed is None) != (self._seeds is None):
+            have, got = ("no seed", "with one") if self._seeds is None else ("a seed", "without one")
+            raise ValueError(f"'compress_activations' has {have} (got the state of one {got}); give both the same")
+        self._seeds = None if next_seed is None else itertools.count(next_seed)
+
     def __enter__(self) -> Report:
         if torch.compiler.is_compiling():
             _refuse()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qgnn import ops
-from qgnn.rng import make_seed, splitmix64
+from qgnn.rng import derive_seed, make_seed
 
 SCALE_BYTES = 4
 
@@ -103,10 +103,7 @@ class RowFormat:
 
 def seed_of(device: torch.device, *numbers: int) -> Tensor:
     """The seed of a rounding that these numbers name: independent ones for different numbers."""
-    seed = 0
-    for number in numbers:
-        seed = splitmix64(seed ^ splitmix64(number & ((1 << 64) - 1)))
-    return make_seed(seed, device)
+    return make_seed(derive_seed(*numbers), device)
 
 
 def _column(stored: Tensor, dtype: torch.dtype) -> Tensor:

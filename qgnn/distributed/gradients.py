@@ -69,7 +69,8 @@ class Int8State:
     def state_dict(self) -> dict[str, Any]:
         """What a process of the same rank has to know to go on as this one would: seeds follow from the step."""
         errors = None if self._errors is None else [error.clone() for error in self._errors]
-        return {**self._arguments, "step": self.step, "errors": errors}
+        counts = {"step": self.step, "sent_bytes": self.sent_bytes, "full_bytes": self.full_bytes}
+        return {**self._arguments, **counts, "errors": errors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a :meth:`state_dict`.
@@ -80,7 +81,7 @@ class Int8State:
         for name, value in self._arguments.items():
             if state[name] != value:
                 raise ValueError(f"'Int8State' has {name}={value} (got the state of one with {state[name]})")
-        self.step = state["step"]
+        self.step, self.sent_bytes, self.full_bytes = state["step"], state["sent_bytes"], state["full_bytes"]
         self._errors = None if state["errors"] is None else tuple(error.clone() for error in state["errors"])
 
 
@@ -161,8 +162,13 @@ def _exchange(state: Int8State, flat: Tensor) -> Tensor:
     if errors is not None:
         errors[1].copy_(_finite(mean - decode(sent_mean)))
     state.sent_bytes += 2 * (world - 1) * sent_mean.numel()
-    state.full_bytes += 2 * (world - 1) * 4 * size // world
+    state.full_bytes += ring_bytes(size, world)
     return decode(received).view(-1)[:size]
+
+
+def ring_bytes(size: int, world: int) -> int:
+    """What a process sends to average ``size`` values in fp32 in a ring of ``world`` processes."""
+    return 2 * (world - 1) * 4 * size // world
 
 
 def _errors_of(state: Int8State, rows: Tensor, own: slice) -> tuple[Tensor, Tensor]:

@@ -173,3 +173,37 @@ def test_block_within_a_compiled_function_is_refused(net: Net, x: Tensor, fullgr
     with pytest.raises(RuntimeError, match=r"'compress_activations' (expects to be|is) entered outside of"):
         function(x)
     assert nothing_is_open()
+
+
+# ---- a training that is resumed
+
+
+def test_seeds_go_on_from_a_state(net: Net, x: Tensor) -> None:
+    """A new object with the state of one that has been used gives the codes that this one gives next."""
+    options = {**INT2, "seed": 3}
+
+    def gradient_in(block: compress_activations) -> Tensor:
+        def run() -> Tensor:
+            with block:
+                return loss_of(net, x)
+
+        return gradient(net, run)[1]
+
+    first = compress_activations(**options)
+    gradient_in(first)
+    state = first.state_dict()
+    assert first.state_dict() == state, "asking changes nothing"
+    expected = gradient_in(first)
+    resumed = compress_activations(**options)
+    resumed.load_state_dict(state)
+    assert torch.equal(gradient_in(resumed), expected)
+    assert not torch.equal(gradient_in(compress_activations(**options)), expected)
+
+
+def test_states_of_objects_with_and_without_a_seed_differ() -> None:
+    with_seed, without = compress_activations(seed=3), compress_activations()
+    without.load_state_dict(without.state_dict())
+    with pytest.raises(ValueError, match=r"'compress_activations' has no seed \(got the state of one with one\)"):
+        without.load_state_dict(with_seed.state_dict())
+    with pytest.raises(ValueError, match=r"'compress_activations' has a seed \(got the state of one without one\)"):
+        with_seed.load_state_dict(without.state_dict())

@@ -114,6 +114,7 @@ def test_a_resumed_training_is_the_undisturbed_one(trained: Found) -> None:
     for found in trained:
         assert found["resumed"][0] == found["undisturbed"][0]
         assert torch.equal(found["resumed"][1], found["undisturbed"][1])
+        assert found["resumed_bytes"] == found["undisturbed_bytes"]
 
 
 def test_one_process_has_its_own_gradient(tmp_path: Path) -> None:
