@@ -8,16 +8,18 @@ from typing import Any, NoReturn
 
 from qgnn.cli import values
 from qgnn.cli.compression import parse_compression
+from qgnn.cli.errors import UsageError
 from qgnn.cli.scheme import parse_scheme
 
 MODELS = ("gcn", "sage", "gat", "gin", "gcn2")
+COMMANDS = ("train", "sweep", "info")
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
+    """An ArgumentParser that raises its errors."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        raise UsageError(f"{message}; see {self.prog} --help")
 
 
 def argument(check: Callable[[Any], Any], convert: Callable[[str], Any] = str) -> Callable[[str], Any]:
@@ -67,7 +69,9 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = Parser(prog="qgnn", description="Train PyTorch Geometric models in int8, and see what that brings.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,sweep,info}", parser_class=Parser)
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar=f"{{{','.join(COMMANDS)}}}", parser_class=Parser
+    )
     _add_train(commands)
     _add_sweep(commands)
     _add_info(commands)
@@ -155,9 +159,53 @@ def _add_train(commands: Any) -> None:
         metavar="LIST",
         help="edges into each node at most, or all, hop by hop (default: 15, and 10 for further hops)",
     )
-    batches.add_argument("--batch-size", type=at_least(1), metavar="N", help="nodes to train on (default: 1024)")
     batches.add_argument(
-        "--workers", type=at_least(0), metavar="N", help="processes that make batches (default: 0, the training one)"
+        "--batch-size",
+        type=at_least(1),
+        metavar="N",
+        help="nodes to train on in a step, all processes together (default: 1024)",
+    )
+    batches.add_argument(
+        "--workers",
+        type=at_least(0),
+        metavar="N",
+        help="processes that make batches, for each that trains (default: 0, the training one)",
+    )
+
+    group = parser.add_argument_group(
+        "several processes",
+        "torchrun --nproc-per-node 2 -m qgnn train --sampler neighbor ... trains in two, each on its share of every "
+        "batch, and on a GPU of its own where there are some. The same seed gives the same batches in any number of "
+        "processes, and gradients are those of the mean over a batch; dropout, sampled neighbors and the noise of "
+        "rounding are each process's own. The first one evaluates, reports, and writes files.",
+    )
+    group.add_argument(
+        "--gradients",
+        choices=("fp32", "int8"),
+        help="what processes send each other: int8 codes take a quarter of the bytes (default: fp32)",
+    )
+    group.add_argument(
+        "--timeout",
+        type=number_in(0, 86400, low_open=True),
+        metavar="SECONDS",
+        help="how long a process waits for the others, be it for data that the first one loads or for a step, before "
+        "it takes one for lost, and ends (default: 600)",
+    )
+
+    saved = parser.add_argument_group("going on from where a training was")
+    saved.add_argument(
+        "--checkpoint",
+        metavar="FILE",
+        help="write all there is to know, behind an epoch, to FILE, which is replaced as a whole",
+    )
+    saved.add_argument(
+        "--checkpoint-every", type=at_least(1), metavar="N", help="epochs from one to the next (default: 1)"
+    )
+    saved.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from FILE: runs that have ended are not repeated, and the others end as if nothing had happened, "
+        "bit for bit; needs the arguments and the number of processes of before",
     )
 
     output = parser.add_argument_group("output")

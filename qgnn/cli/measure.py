@@ -22,11 +22,14 @@ class StepTimer:
 
     Args:
         device: Where the steps run.
+
+    Attributes:
+        times_ms: Of each step so far.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._times_ms: list[float] = []
+        self.times_ms: list[float] = []
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -39,12 +42,12 @@ class StepTimer:
         start = time.perf_counter()
         yield
         self._synchronize()
-        self._times_ms.append((time.perf_counter() - start) * 1e3)
+        self.times_ms.append((time.perf_counter() - start) * 1e3)
 
     @property
     def median_ms(self) -> float:
         """Median over the steps without the first few; of a short run, over its last step at least."""
-        return median(self._times_ms[min(WARMUP_EPOCHS, len(self._times_ms) - 1) :])
+        return median(self.times_ms[min(WARMUP_EPOCHS, len(self.times_ms) - 1) :])
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:

@@ -77,7 +77,7 @@ def versions() -> dict[str, str | None]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = None
-    found["torch"] = torch.__version__  # with the build
+    found["torch"] = str(torch.__version__)  # with the build
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     return found

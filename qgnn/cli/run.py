@@ -1,19 +1,18 @@
 """One run: a model trained from one seed, evaluated and measured."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from qgnn import functional
-from qgnn.cli.measure import PeakMemory, SavedBytes, StepTimer
-from qgnn.cli.model import make_model, parameter_groups
+from qgnn.cli.measure import PeakMemory, SavedBytes
+from qgnn.cli.processes import ALONE, Processes
 from qgnn.cli.recipe import Recipe
 from qgnn.cli.scheme import Scheme
-from qgnn.cli.task import Features, Forward, Step, Task
+from qgnn.cli.task import Step, Task
+from qgnn.cli.training import Training, forward_of
 from qgnn.config import QConfig
 from qgnn.memory import MIB
 from qgnn.qtensor import QTensor
@@ -29,6 +28,9 @@ class Run(NamedTuple):
         final_loss: Training loss of the last epoch: before its step, or the mean before each of several.
         best_epoch: The epoch of ``test_acc``, counted from 1.
         epoch_ms: Median time of an epoch's steps: forward, backward and optimizer, and the sampling of batches.
+        losses: Training loss of each epoch.
+        sent_bytes: What a process of several sent in a step to average gradients; ``None`` of one on its own.
+        full_bytes: What it would have sent in a ring of fp32.
         mean_bits: Mean over the epochs of the width that a schedule set; ``None`` without a schedule.
         widths: The width of each epoch; empty without a schedule.
         saved_mib: What autograd keeps between forward and backward: the inputs of layers and what lies between them,
@@ -44,6 +46,9 @@ class Run(NamedTuple):
     final_loss: float
     best_epoch: int
     epoch_ms: float
+    losses: tuple[float, ...] = ()
+    sent_bytes: int | None = None
+    full_bytes: int | None = None
     mean_bits: float | None = None
     widths: tuple[int, ...] = ()
     saved_mib: float | None = None
@@ -60,68 +65,51 @@ def train_run(
     seed: int,
     device: torch.device,
     model_name: str = "gcn",
-    on_epoch: Callable[[], None] = lambda: None,
+    on_epoch: Callable[[Training], None] = lambda _: None,
     *,
     measure: bool = True,
+    state: dict[str, Any] | None = None,
+    processes: Processes = ALONE,
+    gradients: str = "fp32",
 ) -> Run:
-    """Train a model and measure it. On a CPU the same arguments give the same model, bit for bit.
+    """Train a model, from its start or from a state, and measure it, the latter in the first process alone.
 
     Args:
         task: What to learn, on ``device``, from :func:`qgnn.cli.task.make_task`.
         recipe: Hyperparameters.
-        scheme: What is quantized, compressed and scheduled.
-        seed: Seed of torch's global generator: initialization, dropout and stochastic rounding follow from it.
-        device: Where to train.
-        model_name: What to train.
-        on_epoch: Called after each epoch.
+        scheme: As all of these, that of a :class:`Training`.
+        seed: See there.
+        device: See there.
+        model_name: See there.
+        on_epoch: Called after each epoch, with the training.
         measure: Whether to measure memory and trace ops, for which more steps run after training, so that they disturb
             neither time nor peak.
+        state: What :meth:`Training.state_dict` gave after an epoch, to go on from.
+        processes: See there.
+        gradients: See there.
     """
-    torch.manual_seed(seed)
     peak = PeakMemory(device)
     if measure:
         peak.start()
-    task = task.with_own_edges()
-    in_channels = task.features[0].shape[1]
-    kind = (task.by_graph, task.same_edges)
-    model = make_model(model_name, in_channels, task.num_outputs, recipe, scheme, *kind).to(device)
-    optimizer = torch.optim.Adam(parameter_groups(model, recipe.weight_decay), lr=recipe.lr)
-    inputs = [model_input(x, recipe, scheme) for x in task.features]
-    epoch_steps, forward = task.steps(inputs[0], recipe), forward_of(model, scheme, device)
-    timer, compressed = StepTimer(device), scheme.compression.context(seed)
-    schedule = scheme.make_schedule(model, compressed, recipe.epochs)
-    best_val_acc, best_epoch, test_acc, loss = -1.0, 0, 0.0, math.nan
-    for epoch in range(1, recipe.epochs + 1):
-        model.train()
-        losses, size = [], 0
-        with timer.step():
-            for step in epoch_steps():
-                optimizer.zero_grad()
-                with compressed:
-                    step_loss = step.loss(forward)
-                    step_loss.backward()
-                optimizer.step()
-                losses.append(step_loss.detach() * step.size)
-                size += step.size
-        epoch_loss = torch.stack(losses).sum() / size
-        if epoch % recipe.eval_every == 0 or epoch == recipe.epochs:
-            loss = float(epoch_loss)
-            val_acc, test_acc_now = evaluate(model, forward, task, inputs)
-            if val_acc > best_val_acc:
-                best_val_acc, best_epoch, test_acc = val_acc, epoch, test_acc_now
-        if schedule is not None:
-            schedule.step(loss=epoch_loss)
-        on_epoch()
-    run = Run(test_acc, loss, best_epoch, timer.median_ms)
-    if schedule is not None:
-        run = run._replace(mean_bits=schedule.mean_bits, widths=tuple(schedule.history[: recipe.epochs]))
+    training = Training(task, recipe, scheme, seed, device, model_name, processes, gradients)
+    if state is not None:
+        training.load_state_dict(state)
+    while training.epoch < recipe.epochs:
+        training.run_epoch()
+        on_epoch(training)
+    losses = tuple(float(loss) for loss in training.losses)
+    sent_bytes, full_bytes = training.step_bytes
+    run = Run(training.test_acc, losses[-1], training.best_epoch, training.timer.median_ms, losses)
+    run = run._replace(sent_bytes=sent_bytes, full_bytes=full_bytes)
+    if (schedule := training.schedule) is not None:
+        run = run._replace(mean_bits=schedule.mean_bits, widths=training.widths)
         if scheme.config is None:  # of a model, the layers know it
             scheme = scheme.with_compression(scheme.compression.with_bits(schedule.current_bits))
-    if not measure:
+    if not measure or not processes.is_first:
         return run
     run = run._replace(peak_mib=peak.mib)  # before the steps that measure the rest
-    step = next(epoch_steps())
-    saved_mib, original_mib, features_mib, ops = inspect_step(model, step, scheme, device)
+    step = next(training.steps_of(training.epoch))
+    saved_mib, original_mib, features_mib, ops = inspect_step(training.model, step, scheme, device)
     return run._replace(saved_mib=saved_mib, original_mib=original_mib, features_mib=features_mib, ops=ops)
 
 
@@ -132,27 +120,6 @@ def paired_run(task: Task, recipe: Recipe, scheme: Scheme, seed: int, device: to
     generator = torch.Generator(device).manual_seed(splitmix64(seed))
     with rounding_from(generator):
         return train_run(task, recipe, scheme, seed, device, model_name, measure=False)
-
-
-def forward_of(model: nn.Module, scheme: Scheme, device: torch.device) -> Forward:
-    """The model as a task calls it: in the scheme's autocast, its result in fp32."""
-
-    def forward(*arguments: Any) -> Tensor:
-        with scheme.autocast(device):
-            return model(*arguments).float()
-
-    return forward
-
-
-def model_input(x: Tensor, recipe: Recipe, scheme: Scheme) -> Features:
-    """The features as the first layer takes them: codes where they are constant, so as to be quantized only once.
-
-    The codes take the place of the features in everything that a run keeps.
-    """
-    config = scheme.config
-    if config is None or not config.is_integer or scheme.schedule is not None or recipe.input_dropout:
-        return x
-    return functional.quantize(x, QConfig(bits=config.bits, rounding="nearest"))
 
 
 def inspect_step(
@@ -181,10 +148,3 @@ def inspect_step(
     original_mib, features_mib = saved.mib, saved.inputs_mib
     saved_mib = original_mib if report is None else features_mib + report.saved_bytes / MIB
     return saved_mib, original_mib, features_mib, ops
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, forward: Forward, task: Task, inputs: Sequence[Features]) -> tuple[float, float]:
-    """Score of the model on what is there to validate and to test."""
-    model.eval()
-    return task.evaluate(forward, inputs)

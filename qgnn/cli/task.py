@@ -27,12 +27,14 @@ class Step(NamedTuple):
     Args:
         features: What the first layer reads, without dropout.
         loss: The training loss of a model: cross entropy, or its multi-label form.
-        size: The number of nodes or graphs whose mean it is.
+        size: The number of nodes or graphs whose mean it is; 0 for a step without any of its own.
+        share: The factor with which the mean of this loss over all processes is that of all their nodes.
     """
 
     features: Features
     loss: Callable[[Forward], Tensor]
     size: int
+    share: float = 1.0
 
 
 class Task(Protocol):
@@ -58,12 +60,13 @@ class Task(Protocol):
             x: The first of the features, or what stands for them.
         """
 
-    def steps(self, x: Features, recipe: Recipe) -> Callable[[], Iterator[Step]]:
-        """What gives the steps of an epoch.
+    def steps(self, x: Features, recipe: Recipe, seed: int) -> Callable[[int], Iterator[Step]]:
+        """What gives the steps of an epoch, by its number.
 
         Args:
             x: The first of the features, or what stands for them.
             recipe: Whether and how features are dropped.
+            seed: Of the order of nodes or graphs.
         """
 
     def evaluate(self, forward: Forward, inputs: Sequence[Features]) -> tuple[float, float]:
@@ -105,7 +108,7 @@ class NodeTask:
         data = self.data
         return loss_of(forward(x, data.edge_index)[data.train_mask], data.y[data.train_mask])
 
-    def steps(self, x: Features, recipe: Recipe) -> Callable[[], Iterator[Step]]:
+    def steps(self, x: Features, recipe: Recipe, seed: int) -> Callable[[int], Iterator[Step]]:
         """One over the graph."""
         return _single_step(self, x, recipe)
 
@@ -154,7 +157,7 @@ class GraphTask:
         part = self.parts[0]
         return loss_of(forward(x, part.edge_index, part.batch, part.num_graphs), part.y)
 
-    def steps(self, x: Features, recipe: Recipe) -> Callable[[], Iterator[Step]]:
+    def steps(self, x: Features, recipe: Recipe, seed: int) -> Callable[[int], Iterator[Step]]:
         """One over the graphs to train on."""
         return _single_step(self, x, recipe)
 
@@ -167,10 +170,10 @@ class GraphTask:
         return val, test
 
 
-def _single_step(task: Task, x: Features, recipe: Recipe) -> Callable[[], Iterator[Step]]:
+def _single_step(task: Task, x: Features, recipe: Recipe) -> Callable[[int], Iterator[Step]]:
     draw = train_features(x, recipe)
     step = Step(x, lambda forward: task.loss(forward, draw()), 1)
-    return lambda: iter([step])
+    return lambda _: iter([step])
 
 
 def make_task(data: Data | GraphSet, device: torch.device, normalize: bool = False) -> Task:

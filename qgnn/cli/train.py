@@ -14,54 +14,61 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch_geometric.data import Data
 
 from qgnn.cli import report
+from qgnn.cli.checkpoint import Checkpoint, read_checkpoint
 from qgnn.cli.errors import UsageError
 from qgnn.cli.model import check_model, check_scheme
 from qgnn.cli.plot import check_plot, write_plot
-from qgnn.cli.provenance import make_stamp, now
+from qgnn.cli.processes import ALONE, Processes
+from qgnn.cli.provenance import Stamp, make_stamp, now
 from qgnn.cli.recipe import Recipe, num_edges_of, recipe_for
 from qgnn.cli.run import Run, train_run
-from qgnn.cli.sampled import SampledNodeTask, sampling_of
+from qgnn.cli.sampled import SampledNodeTask, Sampling, sampling_of
 from qgnn.cli.scheme import Scheme
 from qgnn.cli.task import Task, make_task
+from qgnn.cli.training import Training
 from qgnn.cli.values import SEED
 from qgnn.data import DatasetError, GraphSet, load, load_graphs
 from qgnn.data.datasets import GRAPH_ENTRIES, key
 
 
-def train(options: argparse.Namespace) -> None:
+def train(options: argparse.Namespace, processes: Processes = ALONE) -> None:
     """Run the command.
 
     Args:
         options: The parsed arguments.
+        processes: Those that run it together.
 
     Raises:
         UsageError: If anything that the user gave cannot work; before training where that can be known.
     """
-    device = pick_device(options.device)
-    for flag, path in (("--json", options.json), ("--plot", options.plot)):
-        if path is not None:
-            check_writable(flag, Path(path))
-    if options.plot is not None:
-        check_plot(Path(options.plot))
-    try:
-        SEED(options.seed + options.seeds - 1)
-    except ValueError as error:
-        raise UsageError(f"the last seed of --seed {options.seed} --seeds {options.seeds}: {error}") from error
-    by_graph = key(options.dataset) in GRAPH_ENTRIES
-    check_fit(options, recipe_for(options, None if by_graph else 0), by_graph)
-    sampling = sampling_of(options, recipe_for(options, None if by_graph else 0), by_graph)
-    schemes = combine(options)
-    data = load_data(options)
+    device = processes.agree(lambda: pick_device(options.device, processes))
+    kinds = processes.gather(device.type)
+    if len(set(kinds)) > 1:
+        raise UsageError(f"--device expects the same in all processes (got {', '.join(kinds)}); give cpu or cuda")
+    sampling, schemes = processes.agree(lambda: checked(options, processes))
+    saved = processes.from_first(processes.agree(lambda: saved_in(options) if processes.is_first else None))
+    # The first process of a machine may have to download what the others then find.
+    data = processes.agree(lambda: load_data(options) if processes.local_rank == 0 else None)
+    data = processes.agree(lambda: load_data(options) if data is None else data)
     recipe = recipe_for(options, num_edges_of(data))
 
-    stamp, utc = make_stamp(device), now()
+    stamp = make_stamp(device)
     try:
         task: Task
         if sampling is None:
             task = make_task(data, device, recipe.normalize)
         else:
-            task = SampledNodeTask(data, sampling, device, recipe.normalize)
-        runs = train_all(task, schemes, options, recipe, device)
+            task = SampledNodeTask(data, sampling, device, recipe.normalize, processes)
+        checkpoint = Checkpoint(
+            None if options.checkpoint is None else Path(options.checkpoint),
+            options.checkpoint_every or 1,
+            identity(options, task, recipe, sampling, device, processes),
+            {"utc": now(), "stamp": asdict(stamp)},
+            processes.is_first,
+        )
+        if saved is not None:
+            processes.agree(lambda: checkpoint.load(saved))
+        runs = train_all(task, schemes, options, recipe, device, checkpoint, processes)
     except (RuntimeError, MemoryError) as error:
         # On a CPU torch has no error type of its own for this.
         if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in str(error):
@@ -70,10 +77,13 @@ def train(options: argparse.Namespace) -> None:
             f"not enough memory on {device.type} to train on {options.dataset} with {recipe.hidden} hidden channels; "
             f"give a smaller --hidden{'' if device.type == 'cpu' else ' or --device cpu'}"
         ) from error
-    stamp = stamp.until(make_stamp(device))
+    if not processes.is_first:
+        return
+    stamp = Stamp(**checkpoint.start["stamp"]).until(make_stamp(device))
+    gradients = gradients_of(options, processes)
     result = {
         "command": options.command_line,
-        "utc": utc,
+        "utc": checkpoint.start["utc"],
         "machine": stamp.device,
         "commit": stamp.commit,
         "dirty": stamp.dirty,
@@ -81,15 +91,88 @@ def train(options: argparse.Namespace) -> None:
         "dataset": options.dataset.strip().lower(),
         "model": options.model,
         "device": device.type,
+        "processes": processes.size,
+        "gradients": gradients,
         "recipe": asdict(recipe),
         "sampling": None if sampling is None else asdict(sampling),
         "runs": runs,
     }
-    Console().print(report.table(runs, report.caption(options.dataset, options.model, task, recipe, device)))
+    caption = report.caption(options.dataset, options.model, task, recipe, device)
+    if gradients is not None:
+        caption += f"; {processes.size} processes, {gradients} gradients"
+    Console().print(report.table(runs, caption))
     if options.json is not None:
         write_json(Path(options.json), result)
     if options.plot is not None:
         write_plot(Path(options.plot), result)
+
+
+def checked(options: argparse.Namespace, processes: Processes) -> tuple[Sampling | None, list[Scheme]]:
+    """How batches are made and what runs compute in, of options that go together and files that can be written."""
+    if not processes.is_joined:
+        for name in ("gradients", "timeout"):
+            if getattr(options, name) is not None:
+                raise UsageError(f"--{name} expects several processes: torchrun --nproc-per-node 2 -m qgnn train ...")
+    if options.checkpoint is None and (options.resume or options.checkpoint_every is not None):
+        raise UsageError(f"--{'resume' if options.resume else 'checkpoint-every'} expects --checkpoint FILE")
+    if processes.is_first:
+        for flag, path in (("--json", options.json), ("--plot", options.plot), ("--checkpoint", options.checkpoint)):
+            if path is not None:
+                check_writable(flag, Path(path))
+        if options.plot is not None:
+            check_plot(Path(options.plot))
+    try:
+        SEED(options.seed + options.seeds - 1)
+    except ValueError as error:
+        raise UsageError(f"the last seed of --seed {options.seed} --seeds {options.seeds}: {error}") from error
+    by_graph = key(options.dataset) in GRAPH_ENTRIES
+    recipe = recipe_for(options, None if by_graph else 0)
+    check_fit(options, recipe, by_graph)
+    return sampling_of(options, recipe, by_graph, processes), combine(options)
+
+
+def gradients_of(options: argparse.Namespace, processes: Processes) -> str | None:
+    """What processes send each other; ``None`` for one on its own."""
+    return options.gradients or "fp32" if processes.is_joined else None
+
+
+def identity(
+    options: argparse.Namespace,
+    task: Task,
+    recipe: Recipe,
+    sampling: Sampling | None,
+    device: torch.device,
+    processes: Processes,
+) -> dict[str, Any]:
+    """What the runs follow from, by name."""
+    return {
+        "dataset": key(options.dataset),
+        "data": task.description,
+        "model": options.model,
+        "precision": [scheme.name for scheme in options.precision],
+        "compress": [compression.name for compression in options.compress],
+        "seed": options.seed,
+        "seeds": options.seeds,
+        **asdict(recipe),
+        "sampling": None if sampling is None else asdict(sampling),
+        "device": device.type,
+        "processes": processes.size,
+        "gradients": gradients_of(options, processes),
+    }
+
+
+def saved_in(options: argparse.Namespace) -> dict[str, Any] | None:
+    """What the checkpoint of ``--resume`` holds."""
+    if options.checkpoint is None:
+        return None
+    if options.resume:
+        return read_checkpoint(Path(options.checkpoint))
+    if Path(options.checkpoint).exists():
+        raise UsageError(
+            f"--checkpoint expects a new file (got {options.checkpoint!r}, which exists); add --resume to go on from "
+            "it, or delete it"
+        )
+    return None
 
 
 def combine(options: argparse.Namespace) -> list[Scheme]:
@@ -115,12 +198,18 @@ def check_fit(options: argparse.Namespace, recipe: Recipe, by_graph: bool) -> No
 
 
 def train_all(
-    task: Task, schemes: list[Scheme], options: argparse.Namespace, recipe: Recipe, device: torch.device
+    task: Task,
+    schemes: list[Scheme],
+    options: argparse.Namespace,
+    recipe: Recipe,
+    device: torch.device,
+    checkpoint: Checkpoint,
+    processes: Processes,
 ) -> list[dict[str, Any]]:
     """Train every scheme with every seed, the schemes in turn, so that a busy moment does not hit only one."""
     order = [(scheme, seed) for seed in range(options.seed, options.seed + options.seeds) for scheme in schemes]
     console = Console(stderr=True)
-    runs = []
+    is_shown = console.is_terminal and processes.is_first
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -128,19 +217,28 @@ def train_all(
         TextColumn("epochs"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
         bar = progress.add_task("", total=len(order) * recipe.epochs)
-        for scheme, seed in order:
-            names = {"precision": scheme.name, "compress": scheme.compression.name}
+        for done, (scheme, seed) in enumerate(order):
+            names = {"precision": scheme.name, "compress": scheme.compression.name, "seed": seed}
+            if checkpoint.has_ended(names):
+                continue
+
+            def on_epoch(training: Training, names: dict[str, Any] = names, before: int = done * recipe.epochs) -> None:
+                progress.update(bar, completed=before + training.epoch)
+                if checkpoint.is_due(training.epoch, recipe.epochs):
+                    checkpoint.keep(names, training.state_dict())
+
             name = report.row_name(names)
             progress.update(bar, description=f"{name}, seed {seed}")
-            run = run_one(task, recipe, scheme, seed, device, options.model, lambda: progress.advance(bar))
-            if not console.is_terminal:
+            more = (checkpoint.state_of(names), processes, gradients_of(options, processes) or "fp32")
+            run = run_one(task, recipe, scheme, seed, device, options.model, on_epoch, *more)
+            if processes.is_first and not is_shown:
                 print(report.run_line(name, seed, run), file=sys.stderr, flush=True)
-            runs.append({**names, "seed": seed, **run._asdict()})
+            checkpoint.end({**names, **run._asdict()})
     # In the order of the command line: precision by precision, in it compression by compression.
     rows = [(scheme.name, scheme.compression.name) for scheme in schemes]
-    return sorted(runs, key=lambda run: rows.index((run["precision"], run["compress"])))
+    return sorted(checkpoint.runs, key=lambda run: rows.index((run["precision"], run["compress"])))
 
 
 def run_one(
@@ -150,17 +248,21 @@ def run_one(
     seed: int,
     device: torch.device,
     model: str,
-    on_epoch: Callable[[], None],
+    on_epoch: Callable[[Training], None],
+    state: dict[str, Any] | None,
+    processes: Processes,
+    gradients: str,
 ) -> Run:
     """One run, with a format that a layer refuses turned into a usage error."""
+    options: dict[str, Any] = {"state": state, "processes": processes, "gradients": gradients}
     try:
-        return train_run(task, recipe, scheme, seed, device, model, on_epoch)
+        return train_run(task, recipe, scheme, seed, device, model, on_epoch, **options)
     except ValueError as error:
         raise UsageError(f"--precision {scheme.name} on {device.type}: {error}") from error
 
 
-def pick_device(name: str | None) -> torch.device:
-    """The device of that name, or the GPU if there is one."""
+def pick_device(name: str | None, processes: Processes = ALONE) -> torch.device:
+    """The device of that name, or the GPU if there is one, and of several processes one each."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError(
             f"--device cuda expects a GPU that torch can use (torch {torch.__version__} finds none); "
@@ -168,7 +270,16 @@ def pick_device(name: str | None) -> torch.device:
         )
     if name != "cpu" and torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
         raise UsageError("the GPU expects Triton (not installed); pip install triton, or give --device cpu")
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    kind = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cpu" or not processes.is_joined:
+        return torch.device(kind)
+    if processes.local_rank >= (count := torch.cuda.device_count()):
+        raise UsageError(
+            f"--device cuda expects a GPU for each process of a machine (got {count} for process "
+            f"{processes.local_rank}); give torchrun --nproc-per-node {count}, or --device cpu"
+        )
+    torch.cuda.set_device(processes.local_rank)
+    return torch.device(kind, processes.local_rank)
 
 
 def load_data(options: argparse.Namespace) -> Data | GraphSet:

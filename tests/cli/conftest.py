@@ -6,16 +6,15 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
+from cli_processes import TRAIN, tiny_graph
 from qgnn.cli import main
 from qgnn.cli import train as train_module
-from qgnn.data import synthetic
 
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Data:
     """What every data set name stands for in this test: 271 nodes of seven classes."""
-    data = synthetic("cora", scale=0.1)
-    data.x = data.x[:, :64].contiguous()
+    data = tiny_graph()
     monkeypatch.setattr(train_module, "load", lambda name, root: data.clone())
     return data
 
@@ -25,7 +24,7 @@ def qgnn_train(tiny: Data) -> Callable[..., int]:
     """``qgnn train`` in this process, on the tiny data set and the CPU."""
 
     def run(*arguments: str) -> int:
-        return main(["train", "--device", "cpu", "--dataset", "photo", "--epochs", "4", "--hidden", "8", *arguments])
+        return main([*TRAIN, *arguments])
 
     return run
 

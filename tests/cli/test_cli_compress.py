@@ -14,9 +14,10 @@ from qgnn.cli.args import MODELS, build_parser
 from qgnn.cli.compression import NO_COMPRESSION, Compression, parse_compression
 from qgnn.cli.model import make_model, train_features
 from qgnn.cli.recipe import Recipe
-from qgnn.cli.run import forward_of, inspect_step, model_input, train_run
+from qgnn.cli.run import inspect_step, train_run
 from qgnn.cli.scheme import Scheme
 from qgnn.cli.task import make_task
+from qgnn.cli.training import forward_of, model_input
 from qgnn.formats import Blocks
 from qgnn.memory import MIB
 
@@ -91,7 +92,7 @@ def test_both_counts_are_of_the_same_tensors(tiny: Data, model_name: str, name: 
     task.loss(forward, x)  # prepares the graph
     with scheme.compression.context() as counted:
         task.loss(forward, train_features(x, recipe)())
-    saved_mib, original_mib, features_mib, _ = inspect_step(model, next(task.steps(x, recipe)()), scheme, CPU)
+    saved_mib, original_mib, features_mib, _ = inspect_step(model, next(task.steps(x, recipe, 0)(1)), scheme, CPU)
     assert counted is not None
     if scheme.config is None:  # layers in int8 pack what they keep themselves, which the report cannot see
         assert counted.original_bytes == round((original_mib - features_mib) * MIB)
@@ -108,7 +109,7 @@ def test_training_steps_are_compressed(tiny: Data, monkeypatch: pytest.MonkeyPat
         models.append(make_model(*arguments))
         return models[-1]
 
-    monkeypatch.setattr("qgnn.cli.run.make_model", spy)
+    monkeypatch.setattr("qgnn.cli.training.make_model", spy)
     recipe, task = Recipe(hidden=16, dropout=0.0, epochs=3), make_task(tiny, CPU)
     for name in ("none", "int2-rp8", "int2-rp8"):
         train_run(task, recipe, Scheme.from_parts(compress=name), 1, CPU)
@@ -129,7 +130,7 @@ def test_layers_in_int8_pack_their_rows(tiny: Data) -> None:
         save = scheme.compression.blocks or "int8"
         assert [layer.config and layer.config.save for layer in model.convs] == [save] * 2 + [None]
         task.loss(forward_of(model, scheme, CPU), x)  # prepares the graph
-        saved, original, _, _ = inspect_step(model, next(task.steps(x, recipe)()), packed, CPU)
+        saved, original, _, _ = inspect_step(model, next(task.steps(x, recipe, 0)(1)), packed, CPU)
         saved_mib.append(saved)
         original_mib.append(original)
     assert original_mib[0] == original_mib[1]

@@ -17,7 +17,7 @@ Train = Callable[..., int]
 
 @pytest.fixture(autouse=True)
 def _never_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise AssertionError("trained although the arguments were wrong")
 
     monkeypatch.setattr(train_module, "train_run", fail)
@@ -179,7 +179,7 @@ def test_plot_of_an_unknown_format_lists_the_formats(
 def test_out_of_memory_says_what_to_do(
     qgnn_train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(train_module, "train_run", fail)
@@ -189,7 +189,7 @@ def test_out_of_memory_says_what_to_do(
 def test_ctrl_c_exits_130_without_traceback(
     qgnn_train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train_module, "train_run", interrupt)
@@ -200,7 +200,7 @@ def test_ctrl_c_exits_130_without_traceback(
 def test_an_error_of_our_own_is_not_hidden(qgnn_train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line is for what the user can put right; a bug keeps its traceback."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(train_module, "train_run", fail)
@@ -235,7 +235,7 @@ def test_no_memory_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     """torch has no error type of its own for it; other errors of the same type keep their traceback."""
     texts = iter(["DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes", "something else"])
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError(next(texts))
 
     monkeypatch.setattr(train_module, "train_run", fail)

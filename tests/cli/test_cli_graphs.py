@@ -12,9 +12,10 @@ from qgnn import summary
 from qgnn.cli import main
 from qgnn.cli.model import GRAPH_MODELS, GraphClassifier, make_model, parameter_groups
 from qgnn.cli.recipe import Recipe
-from qgnn.cli.run import forward_of, train_run
+from qgnn.cli.run import train_run
 from qgnn.cli.scheme import parse_scheme
 from qgnn.cli.task import GraphTask, make_task
+from qgnn.cli.training import forward_of
 from qgnn.data import GraphSet, load_graphs
 from tu_files import write_tu
 

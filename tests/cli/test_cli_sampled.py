@@ -15,6 +15,7 @@ from qgnn.cli.run import paired_run, train_run
 from qgnn.cli.sampled import SampledNodeTask, Sampling
 from qgnn.cli.scheme import Scheme, parse_scheme
 from qgnn.cli.task import make_task
+from qgnn.cli.training import model_input
 
 CPU = torch.device("cpu")
 Train = Callable[..., int]
@@ -45,12 +46,10 @@ def test_the_whole_graph_is_the_default(qgnn_train: Train, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["fp32", "int8"])
 def test_an_epoch_sees_each_node_to_train_on_once(tiny: Data, name: str, workers: int) -> None:
     """With the features in the form that the first layer takes: of the store, not made anew."""
-    from qgnn.cli.run import model_input
-
     x = model_input(tiny.x, Recipe(), parse_scheme(name))
-    epoch, num_train = task_of(tiny, workers=workers).steps(x, Recipe()), int(tiny.train_mask.sum())
-    for _ in range(2):
-        steps = list(epoch())
+    epoch, num_train = task_of(tiny, workers=workers).steps(x, Recipe(), 0), int(tiny.train_mask.sum())
+    for number in (1, 2):
+        steps = list(epoch(number))
         assert all(isinstance(step.features, QTensor if name == "int8" else torch.Tensor) for step in steps)
         assert sum(step.size for step in steps) == num_train
         assert [step.size for step in steps[:-1]] == [16] * (len(steps) - 1)
@@ -90,13 +89,13 @@ def test_equal_seeds_give_equal_runs(tiny: Data) -> None:
 
 
 def test_batches_differ_from_epoch_to_epoch(tiny: Data) -> None:
-    epoch = task_of(tiny).steps(tiny.x, Recipe())
-    first, second = (next(epoch()).features for _ in range(2))
+    epoch = task_of(tiny).steps(tiny.x, Recipe(), 0)
+    first, second = (next(epoch(number)).features for number in (1, 2))
     assert first.shape != second.shape or not torch.equal(first, second)
 
 
 def test_features_are_dropped_where_the_recipe_says_so(tiny: Data) -> None:
-    step = next(task_of(tiny).steps(tiny.x, Recipe(input_dropout=True, dropout=0.9))())
+    step = next(task_of(tiny).steps(tiny.x, Recipe(input_dropout=True, dropout=0.9), 0)(1))
     seen = []
     step.loss(lambda features, edge_index: seen.append(features) or torch.zeros(len(features), 7))
     kept = seen[0] != 0

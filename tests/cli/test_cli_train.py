@@ -28,12 +28,15 @@ from qgnn.nn import QGCNConv
 
 CPU = torch.device("cpu")
 PROVENANCE_KEYS = {"command", "utc", "machine", "commit", "dirty", "versions"}
+STEP_KEYS = {"sampling", "processes", "gradients"}
 MIB_KEYS = {"saved_mib", "original_mib", "features_mib", "peak_mib"}
+BYTES_KEYS = {"sent_bytes", "full_bytes"}
 SCHEDULE_KEYS = {"mean_bits", "widths"}
 RUN_KEYS = (
-    {"precision", "compress", "seed", "test_acc", "final_loss", "best_epoch", "epoch_ms", "ops"}
+    {"precision", "compress", "seed", "test_acc", "final_loss", "best_epoch", "epoch_ms", "losses", "ops"}
     | SCHEDULE_KEYS
     | MIB_KEYS
+    | BYTES_KEYS
 )
 
 
@@ -44,7 +47,7 @@ def result(qgnn_train: Callable[..., int], tmp_path: Path) -> dict[str, Any]:
 
 
 def test_json_has_the_promised_keys(result: dict[str, Any]) -> None:
-    assert set(result) == PROVENANCE_KEYS | {"dataset", "model", "device", "recipe", "sampling", "runs"}
+    assert set(result) == PROVENANCE_KEYS | {"dataset", "model", "device", "recipe", "runs"} | STEP_KEYS
     assert (result["dataset"], result["model"], result["device"]) == ("photo", "gcn", "cpu")
     assert [(run["precision"], run["seed"]) for run in result["runs"]] == [
         ("fp32", 5),
@@ -57,6 +60,9 @@ def test_json_has_the_promised_keys(result: dict[str, Any]) -> None:
         assert run["compress"] == "none"
         assert 0 <= run["test_acc"] <= 1
         assert run["epoch_ms"] > 0
+        assert len(run["losses"]) == 4
+        assert run["losses"][-1] == run["final_loss"] < run["losses"][0]
+        assert run["sent_bytes"] is run["full_bytes"] is None, "of a process on its own"
         assert run["saved_mib"] == run["original_mib"] > run["features_mib"] > 0
         assert run["peak_mib"] is None or run["peak_mib"] > 10
 
@@ -146,7 +152,7 @@ def test_equal_seeds_give_equal_runs(tiny: Data, name: str) -> None:
         return models[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qgnn.cli.run.make_model", spy)
+        patch.setattr("qgnn.cli.training.make_model", spy)
         runs = [train_run(make_task(tiny, CPU), recipe, scheme, seed, CPU) for seed in (1, 1, 2)]
     first, again, other = ([p.detach() for p in model.parameters()] for model in models)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
@@ -207,13 +213,13 @@ def test_training_learns(tiny: Data, name: str) -> None:
 
 def test_test_accuracy_is_that_of_the_best_validation_epoch(tiny: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = iter([(0.3, 0.1), (0.5, 0.2), (0.5, 0.9), (0.4, 0.8)])
-    monkeypatch.setattr("qgnn.cli.run.evaluate", lambda *_: next(scores))
+    monkeypatch.setattr("qgnn.cli.task.NodeTask.evaluate", lambda *_: next(scores))
     assert train_run(make_task(tiny, CPU), Recipe(hidden=4, epochs=4), Scheme("fp32"), 0, CPU).test_acc == 0.2
 
 
 def test_large_graphs_are_evaluated_seldom(tiny: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr("qgnn.cli.run.evaluate", lambda *_: (calls.append(1), (0.0, 0.0))[1])
+    monkeypatch.setattr("qgnn.cli.task.NodeTask.evaluate", lambda *_: (calls.append(1), (0.0, 0.0))[1])
     train_run(make_task(tiny, CPU), Recipe(hidden=4, epochs=7, eval_every=3), Scheme("fp32"), 0, CPU)
     assert len(calls) == 3, "epochs 3, 6 and the last"
 
