@@ -1,4 +1,5 @@
-"""``qgnn train`` in several processes, on a tiny graph: what starts them, and the script that each of them is."""
+"""``qgnn train`` on a tiny graph: in several processes, what starts them and the script that each of them is; and what
+two trainings have in common."""
 
 import contextlib
 import io
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch_geometric.data import Data
 
@@ -23,6 +25,7 @@ from qgnn.data import synthetic
 
 TRAIN = ("train", "--device", "cpu", "--dataset", "photo", "--epochs", "4", "--hidden", "8")  # of the tiny graph
 RANKS, SECONDS = 2, 240
+TIMES = ("epoch_ms", "peak_mib")  # of a run: what a resumed one may measure otherwise
 FAILS = "fails"  # behind the arguments of a command, the last one, in which the second process raises
 
 
@@ -38,6 +41,29 @@ def labeled_graph() -> Data:
     data = tiny_graph()
     data.train_mask = ~data.test_mask
     return data
+
+
+def runs_of(path: Path) -> list[dict[str, Any]]:
+    """The runs of a JSON, without times."""
+    runs = json.loads(path.read_text())["runs"]
+    return [{name: value for name, value in run.items() if name not in TIMES} for run in runs]
+
+
+def assert_equal(first: Any, second: Any) -> None:
+    """Of checkpoints: all but times."""
+    assert type(first) is type(second)
+    if isinstance(first, dict):
+        assert first.keys() == second.keys()
+        for name in first.keys() - {*TIMES, "times_ms", "start", "python"}:  # python's generator is not seeded
+            assert_equal(first[name], second[name])
+    elif isinstance(first, (list, tuple)):
+        assert len(first) == len(second)
+        for each, other in zip(first, second, strict=True):
+            assert_equal(each, other)
+    elif isinstance(first, torch.Tensor):
+        assert torch.equal(first, second)
+    else:
+        assert first == second
 
 
 def environment() -> dict[str, str]:

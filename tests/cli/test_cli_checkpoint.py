@@ -5,13 +5,12 @@ import errno
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch_geometric.data import Data
 
-from cli_processes import TRAIN, tiny_graph
+from cli_processes import TRAIN, assert_equal, runs_of, tiny_graph
 from qgnn.cli import main, provenance
 from qgnn.cli import train as train_module
 from qgnn.cli.checkpoint import KEYS, read_checkpoint
@@ -22,7 +21,6 @@ from tu_files import write_tu
 
 Train = Callable[..., int]
 
-TIMES = ("epoch_ms", "peak_mib")  # of a run: what a resumed one may measure otherwise
 NEIGHBOR = ("--sampler", "neighbor", "--batch-size", "5", "--fanout", "3,2")
 
 
@@ -40,29 +38,6 @@ def epochs(interrupt_at: int | None = None) -> Iterator[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Training, "run_epoch", interrupted)
         yield seen
-
-
-def runs_of(path: Path) -> list[dict[str, Any]]:
-    """The runs of a JSON, without times."""
-    runs = json.loads(path.read_text())["runs"]
-    return [{name: value for name, value in run.items() if name not in TIMES} for run in runs]
-
-
-def assert_equal(first: Any, second: Any) -> None:
-    """Of checkpoints: all but times."""
-    assert type(first) is type(second)
-    if isinstance(first, dict):
-        assert first.keys() == second.keys()
-        for name in first.keys() - {*TIMES, "times_ms", "start", "python"}:  # python's generator is not seeded
-            assert_equal(first[name], second[name])
-    elif isinstance(first, (list, tuple)):
-        assert len(first) == len(second)
-        for each, other in zip(first, second, strict=True):
-            assert_equal(each, other)
-    elif isinstance(first, torch.Tensor):
-        assert torch.equal(first, second)
-    else:
-        assert first == second
 
 
 def check_resumed(run: Train, folder: Path, *arguments: str, at: int) -> None:
