@@ -3,11 +3,12 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from data_parallel import Model, batch, join, leave
-from qgnn.distributed import Int8State, int8_hook
+from qgnn.distributed import Int8State, fp32_hook, int8_hook
 from qgnn.distributed.gradients import _exchange
 
 RANKS = 3
@@ -43,8 +44,42 @@ def exchange(rank: int, folder: str) -> None:
         state = Int8State()
         _exchange(state, values_of(rank, size))
         found["sizes"][size] = state.sent_bytes, state.full_bytes
+    found["three"] = [three_processes(rank, resumed) for resumed in (False, True)]
     torch.save(found, f"{folder}/{rank}.pt")
     leave()
+
+
+def three_processes(rank: int, resumed: bool) -> tuple[Tensor, list[list[int]]]:
+    """The weights behind four steps in fp32, on the way from one model to a new one or not; the buckets of each step.
+
+    Layers are called in another order than they were made in, which is the one of the first step's buckets.
+    """
+    order: list[list[int]] = []
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        order.append([p.numel() for p in bucket.parameters()])
+        return fp32_hook(None, bucket)
+
+    def model() -> DistributedDataParallel:
+        torch.manual_seed(1)
+        layers = nn.ModuleDict({"last": nn.Linear(50, 3), "first": nn.Linear(20, 50)})
+        layers.forward = lambda x: layers["last"](layers["first"](x).relu())
+        replica = DistributedDataParallel(layers)
+        replica.register_comm_hook(None, hook)
+        return replica
+
+    trained = model()
+    for step in range(4):
+        if resumed and step == 2:
+            weights, trained = trained.module.state_dict(), model()
+            trained.module.load_state_dict(weights)
+        torch.manual_seed(100 * step + rank)
+        trained.zero_grad()
+        trained(torch.randn(40, 20)).square().mean().backward()
+        with torch.no_grad():
+            for p in trained.parameters():
+                p -= 0.5 * p.grad
+    return nn.utils.parameters_to_vector(trained.parameters()).detach(), order
 
 
 class Training:

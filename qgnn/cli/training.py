@@ -16,7 +16,7 @@ from qgnn.cli.scheme import Scheme
 from qgnn.cli.task import Features, Forward, Task
 from qgnn.compress import compress_activations
 from qgnn.config import QConfig
-from qgnn.distributed import Int8State, int8_hook
+from qgnn.distributed import Int8State, fp32_hook, int8_hook
 from qgnn.distributed.gradients import ring_bytes
 
 
@@ -71,6 +71,8 @@ class Training:
             if gradients == "int8":
                 self._int8 = Int8State(seed=seed)
                 replica.register_comm_hook(self._int8, int8_hook)
+            else:
+                replica.register_comm_hook(None, fp32_hook)
             self._train_forward = forward_of(replica, scheme, device)
         if processes.size > 1:
             torch.manual_seed(processes.own_seed(seed))

@@ -106,12 +106,40 @@ def int8_hook(state: Int8State, bucket: dist.GradBucket) -> _Future:
         raise NotImplementedError("'int8_hook' expects dense gradients (got sparse ones); give Embedding sparse=False")
     if bucket.index() == 0:
         state._buckets.clear()  # of a step that an error ended
-    device = bucket.buffer().device
-    future: _Future = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+    future = _future_of(bucket)
     state._buckets.append((bucket, future))
     if bucket.is_last():
         _average(state)
     return future
+
+
+def fp32_hook(process_group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> _Future:
+    """A communication hook of ``DistributedDataParallel`` that averages gradients in fp32, each on its own.
+
+    Without one, gradients are summed by buckets, which DDP cuts anew after the first step. Of three processes and more
+    the order of a sum goes by its place in a bucket, so that a resumed training would round otherwise than an
+    undisturbed one; with this hook they are the same, bit for bit.
+
+    Args:
+        process_group: The processes of the model; ``None`` for all.
+        bucket: Some of its gradients.
+
+    Example:
+        >>> model.register_comm_hook(None, fp32_hook)
+    """
+    group = dist.group.WORLD if process_group is None else process_group
+    sums = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in bucket.gradients()]
+    for each in sums:
+        each.wait()
+    future = _future_of(bucket)
+    future.set_result(bucket.buffer().div_(dist.get_world_size(group)))
+    return future
+
+
+def _future_of(bucket: dist.GradBucket) -> _Future:
+    """What a hook returns."""
+    device = bucket.buffer().device
+    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
 
 
 def _average(state: Int8State) -> None:

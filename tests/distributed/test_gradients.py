@@ -117,6 +117,15 @@ def test_a_resumed_training_is_the_undisturbed_one(trained: Found) -> None:
         assert found["resumed_bytes"] == found["undisturbed_bytes"]
 
 
+def test_sums_in_fp32_do_not_go_by_buckets(exchanged: Found) -> None:
+    """Of three processes: two add up to the same in any order."""
+    (undisturbed, whole), (resumed, anew) = exchanged[0]["three"]
+    assert whole != anew, "otherwise there is nothing to see"
+    assert torch.equal(resumed, undisturbed)
+    for found in exchanged:
+        assert torch.equal(found["three"][0][0], undisturbed)
+
+
 def test_one_process_has_its_own_gradient(tmp_path: Path) -> None:
     from qgnn.distributed.gradients import _exchange
 
