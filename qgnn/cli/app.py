@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qgnn.cli.args import COMMANDS, build_parser
 from qgnn.cli.errors import UsageError
-from qgnn.cli.processes import ALONE, TIMEOUT_S, Processes, ProcessLostError, is_launched, joined
+from qgnn.cli.processes import ALONE, TIMEOUT_S, Processes, ProcessLostError, is_launched, joined, leave
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -36,13 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(options, processes)
     except UsageError as raised:
         processes.say(f"{command}: error: {' '.join(str(raised).splitlines())}")
-        return EXIT_USAGE
+        return leave(processes, EXIT_USAGE)
     except ProcessLostError as lost:
         processes.say(f"{command}: error: the process group lost a process: {lost}; {_advice(options.checkpoint)}")
-        return EXIT_FAILED
+        return leave(processes, EXIT_FAILED)
     except KeyboardInterrupt:
         processes.say(f"{command}: interrupted")
-        return EXIT_INTERRUPTED
+        return leave(processes, EXIT_INTERRUPTED)
     except SystemExit as stop:  # argparse, after --help or --version; a sweep that was told to end
         return stop.code if isinstance(stop.code, int) else EXIT_OK
 

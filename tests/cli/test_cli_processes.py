@@ -1,6 +1,7 @@
 """``qgnn train`` in several processes: the loss of one, batches shared, a process that dies, errors told once."""
 
 import json
+import os
 import re
 import runpy
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch_geometric.data import Data
 from cli_processes import FAILS, RANKS, TRAIN, assert_equal, labeled_graph, run_all, runs_of, torchrun
 from qgnn.cli import main
 from qgnn.cli import train as train_module
-from qgnn.cli.processes import ALONE, Processes, ProcessLostError, is_launched, joined
+from qgnn.cli.processes import ALONE, Processes, ProcessLostError, is_launched, joined, leave
 from qgnn.cli.sampled import SampledNodeTask, Sampling, Shares
 
 CPU = torch.device("cpu")
@@ -255,6 +256,15 @@ def test_processes_that_do_not_come_are_waited_for_no_longer(monkeypatch: pytest
         joined(0.2),
     ):
         pytest.fail("joined alone")
+
+
+def test_behind_an_error_a_process_of_a_group_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    assert leave(ALONE, 3) == 3
+    assert codes == []
+    leave(Processes(1, 2, 1, torch.distributed.HashStore()), 3)
+    assert codes == [3]
 
 
 @pytest.mark.parametrize("flag", [("--gradients", "int8"), ("--timeout", "5")])
