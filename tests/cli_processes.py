@@ -24,7 +24,7 @@ from qgnn.cli.task import Step
 from qgnn.data import synthetic
 
 TRAIN = ("train", "--device", "cpu", "--dataset", "photo", "--epochs", "4", "--hidden", "8")  # of the tiny graph
-RANKS, SECONDS = 2, 240
+RANKS, SECONDS = 2, 600
 TIMES = ("epoch_ms", "peak_mib")  # of a run: what a resumed one may measure otherwise
 FAILS = "fails"  # behind the arguments of a command, the last one, in which the second process raises
 

@@ -144,7 +144,7 @@ def joined(timeout_s: float) -> Iterator[Processes]:
         except ValueError as error:
             raise UsageError(f"several processes expect the environment that torchrun makes (got: {error})") from error
         except RuntimeError as error:
-            raise ProcessLostError(f"not all processes have come together within {timeout_s:g} seconds") from error
+            raise ProcessLostError(f"not all have come together within {timeout_s:g} s ({_reason(error)})") from error
         try:
             yield Processes(rank, size, local_rank, dist.PrefixStore("qgnn", store))
         except RuntimeError as error:

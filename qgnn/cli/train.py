@@ -99,7 +99,7 @@ def train(options: argparse.Namespace, processes: Processes = ALONE) -> None:
     }
     caption = report.caption(options.dataset, options.model, task, recipe, device)
     if gradients is not None:
-        caption += f"; {processes.size} processes, {gradients} gradients"
+        caption += f"; processes: {processes.size}, gradients: {gradients}"
     Console().print(report.table(runs, caption))
     if options.json is not None:
         write_json(Path(options.json), result)
