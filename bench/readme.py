@@ -10,9 +10,10 @@ from typing import Any
 from . import compression, numbers
 from .summary import commit_of, region, shown, table
 from .sweeps import sweep_region, swept
-from .tables import accuracy_region, layer_region, scale_region
+from .tables import accuracy_region, layer_region, scale_region, update_region
 
-BENCH, LAYER, ACCURACY, SCALE, SASS, ROOFLINE = "bench", "layer", "accuracy", "scale", "sass", "roofline"
+BENCH, SASS, ROOFLINE = "bench", "sass", "roofline"
+TABLES = {"layer": layer_region, "accuracy": accuracy_region, "scale": scale_region, "update": update_region}
 MACHINE_CODE = ("case", "kernel", "registers sm_80 / 90 / 100", "stack", "instructions", "multiplications", "F2I, I2F")
 TRAIN = ("precision", "test accuracy %", "ms per epoch", "MiB kept", "peak MiB", "speed")
 COMPRESSED = (*TRAIN[:4], "without features", *TRAIN[4:])
@@ -96,7 +97,7 @@ def roofline_region() -> str:
 def regions(results: Path) -> Iterator[tuple[str, str]]:
     """Every region that there are records for, and its text."""
     yield BENCH, region(results)
-    for name, make in ((LAYER, layer_region), (ACCURACY, accuracy_region), (SCALE, scale_region)):
+    for name, make in TABLES.items():
         if text := make(results):
             yield name, text
     for name in compression.PARTS:

@@ -27,6 +27,11 @@ SCALE_NOTE = (
     "A training step of a GCN of two layers. Peak: beyond the edges as they are given; process: with these, the "
     "features and all libraries. An edge counts once for each direction."
 )
+UPDATE = ("graph", "change of 1 %", "qgnn update ms", "qgnn rebuild ms", "PyG ms", "over a rebuild", "over PyG")
+UPDATE_NOTE = (
+    "Both orders of the edges behind the change. Who rebuilds changes the list of edges first; PyG: "
+    "`EdgeIndex.sort_by`, in the faster of int32 and int64."
+)
 DISTRIBUTION = (
     *("tensor", "block", "KS", "KS uniform", "JS bits", "JS uniform", "variance, uniform bins", "optimal bins"),
     *("optimal lower by", "predicted"),
@@ -91,6 +96,17 @@ def scale_rows(groups: Groups) -> Rows:
         )
 
 
+def update_rows(groups: Groups) -> Rows:
+    """A line a change."""
+    for group in groups:
+        if group[0]["suite"] == "update":
+            (line,) = lines([group])
+            by_name = {record["provider"]: record for record in group}
+            ours, rebuilt = (by_name.get(f"qgnn {name} int32") for name in ("update", "rebuild"))
+            found = (line.speedup(ours, other) for other in (rebuilt, line.rival))
+            yield (*line.case.rsplit("/", 1), ms(ours), ms(rebuilt), ms(line.rival), *map(times, found))
+
+
 def distribution_rows(groups: Groups) -> Rows:
     """A line a tensor and block size, of the newest measurement."""
     for (record,) in (group for group in groups if group[0]["suite"] == "distribution" and group[0]["ok"]):
@@ -126,3 +142,8 @@ def accuracy_region(results: Path) -> str:
 def scale_region(results: Path) -> str:
     text = _region(results, "scale", SCALE, scale_rows)
     return f"{text}\n\n{SCALE_NOTE}" if text else ""
+
+
+def update_region(results: Path) -> str:
+    text = _region(results, "update", UPDATE, update_rows)
+    return f"{text}\n\n{UPDATE_NOTE}" if text else ""
