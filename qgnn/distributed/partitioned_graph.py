@@ -29,7 +29,8 @@ class PartitionedGraph(HaloGraph):
     rows that it would compute of them in one process: the rows of neighbors that other processes have, the halo, come
     as codes of a few bits, rounded at random in training, to nearest where no gradients are recorded, and so go their
     gradients back. Edges between own nodes are summed in the meantime. Rows that need no gradient in training, such as
-    input features, are sent once for as long as the tensor lives unchanged, and as they are.
+    input features, are constants if they come a second time: then they are sent as they are, and no more while the
+    tensor lives unchanged.
 
     All processes have to run the same layers in the same order, those without nodes too, and call ``backward``: each
     sum over neighbors is a message to all others, and one more for its gradient. Layers of attention, maxima, norms

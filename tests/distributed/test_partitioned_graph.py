@@ -232,8 +232,8 @@ def test_degrees_and_cached_features_are_exchanged_once(several: Found) -> None:
         assert found["exchanges"] == [2, 3, 3, 3]
 
 
-def test_constants_are_sent_once_as_they_are(several: Found) -> None:
-    """Features of fp32, then their int8 codes, over a graph of one bit; those that changed are sent anew."""
+def test_constants_are_sent_as_they_are_the_second_time_and_no_more(several: Found) -> None:
+    """Features of fp32, then their int8 codes, over a graph of one bit; changed ones are others."""
     num_nodes = GRAPHS["random"][1]
     rows = [torch.empty(num_nodes, partitioned.F) for _ in range(2)]
     for found in several:
@@ -243,9 +243,12 @@ def test_constants_are_sent_once_as_they_are(several: Found) -> None:
         halo, (out, _) = found["same rows"][1], found["rows"]
         for whole, (received, _) in zip(rows, found["constant"], strict=True):
             assert torch.equal(received, whole[halo])
-        assert torch.equal(found["changed"], rows[0][halo] + 1)
-        features, codes = 4 * partitioned.F * out, (partitioned.F + 4) * out
-        assert found["sent once"] == [features] * 3 + [features + codes] * 3
+        first, second = found["changed"]
+        assert torch.equal(second, rows[0][halo] + 1)
+        assert not torch.equal(first, second)
+        one_bit, features, codes = 2 + 4, 4 * partitioned.F, partitioned.F + 4
+        sums = torch.tensor([one_bit, features, 0, one_bit, codes, 0]).cumsum(0)
+        assert found["sent once"] == (out * sums).tolist()
 
 
 def test_a_loaded_part_is_that_of_the_whole_graph(several: Found) -> None:
