@@ -92,6 +92,16 @@ def check_edge_weight(edge_weight: Tensor, num_edges: int, num_columns: int | No
     return edge_weight
 
 
+def check_constant(edge_weight: Tensor) -> Tensor:
+    """Weights that are part of a graph: those that learn are given beside it."""
+    if edge_weight.requires_grad:
+        raise ValueError(
+            "'Graph' expects constant edge weights (got some that need a gradient); give them to the layer or "
+            "function as 'edge_weight', or detach them"
+        )
+    return edge_weight
+
+
 def mask_of(name: str, chosen: Tensor, size: int) -> Tensor:
     """Which of ``size`` items are chosen, by a mask or by their numbers."""
     if not isinstance(chosen, Tensor) or chosen.dim() != 1 or chosen.is_floating_point():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qgnn import ops
 from qgnn.adjacency import Adjacency
-from qgnn.edge_checks import check_edge_index, check_edge_weight, index_dtype, mask_of, plain
+from qgnn.edge_checks import check_constant, check_edge_index, check_edge_weight, index_dtype, mask_of, plain
 
 
 class SortedEdges(NamedTuple):
@@ -87,7 +87,7 @@ def put_in(edges: SortedEdges, add: Tensor | None, add_weight: Tensor | None) ->
     target, order = torch.sort(target, stable=True)
     source = source.index_select(0, order)
     if weight is not None and add_weight is not None:
-        add_weight = check_edge_weight(add_weight, num_new).to(weight).index_select(0, order)
+        add_weight = check_constant(check_edge_weight(add_weight, num_new)).to(weight).index_select(0, order)
     merged, weight = _merge(csr, weight, target, source, order + num_edges, add_weight)
     if csc is not None:
         more = merged.indptr - csr.indptr  # new edges of the targets before each: they stand behind the others

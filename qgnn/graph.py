@@ -16,7 +16,7 @@ from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import is_torch_sparse_tensor, to_edge_index
 
 from qgnn.adjacency import Adjacency, Permutation, sort_by
-from qgnn.edge_checks import check_edge_index, check_edge_weight, index_dtype, plain, sizes_of
+from qgnn.edge_checks import check_constant, check_edge_index, check_edge_weight, index_dtype, plain, sizes_of
 from qgnn.edge_updates import SortedEdges, as_rebuilt, grown, put_in, taken_out
 from qgnn.weak_cache import cached, is_recorded, lasting
 
@@ -85,12 +85,7 @@ class Graph:
             graph = Graph(sort_by(target, source, num_targets), num_sources)
         if edge_weight is None:
             return graph
-        weight = check_edge_weight(edge_weight, graph.num_edges)
-        if weight.requires_grad:
-            raise ValueError(
-                "'Graph' expects constant edge weights (got some that need a gradient); give them to the layer or "
-                "function as 'edge_weight', or detach them"
-            )
+        weight = check_constant(check_edge_weight(edge_weight, graph.num_edges))
         with lasting():
             return graph.with_weight(graph.to_csr_order(weight))
 

@@ -33,6 +33,11 @@ class HaloGraph(Graph):
         self.num_sources = inner.num_sources
         self._shared: dict[Any, Any] = {}
 
+    @staticmethod
+    def from_adjacency(*_: Any, **__: Any) -> Graph:
+        """Not of one process: the whole graph would be its own."""
+        raise NotImplementedError("'from_adjacency' makes a graph of one process; use PartitionedGraph.from_edge_index")
+
     def exchange(self, x: Tensor | QTensor, *, exact: bool = False) -> Callable[[], Tensor]:
         """Send rows of own nodes to where they are part of the halo. All processes have to do so together.
 
@@ -102,10 +107,10 @@ class HaloGraph(Graph):
     def __getattr__(self, name: str) -> Any:
         if name in ("csr", "weight"):
             raise NotImplementedError(
-                f"'{type(self).__name__}' serves sums and means over neighbors: QGCNConv, QGCN2Conv, QSGConv, QAPPNP "
-                f"without dropout of edges, QGINConv, and QSAGEConv and QGraphConv with aggr='mean' or 'sum' (got a "
-                f"layer or function that asks for all edges, such as attention, or for edge weights of its own); use "
-                f"one of these, or the whole graph in one process"
+                f"'{type(self).__name__}' serves sums and means over neighbors, flow='source_to_target': QGCNConv, "
+                f"QGCN2Conv, QSGConv, QAPPNP without dropout of edges, QGINConv, and QSAGEConv and QGraphConv with "
+                f"aggr='mean' or 'sum' (got a layer, function or method that asks for '{name}' of all edges, as "
+                f"attention and updates do); use one of these, or the whole graph in one process"
             )
         raise AttributeError(f"'{type(self).__name__}' object has no attribute {name!r}")
 

@@ -233,6 +233,11 @@ def calls() -> dict[Any, Any]:
         found["sent once"].append(graph.sent_bytes)
     x.add_(1)
     found["changed"] = [graph.exchange(x)() for _ in range(2)]
+    if dist.get_rank() == 1:
+        x.mul_(2)
+    found["changed by one"] = [graph.exchange(x)() for _ in range(2)]
+    with torch.no_grad():
+        found["evaluated"] = graph.exchange(x)()
     return found
 
 
@@ -262,6 +267,8 @@ def errors(rank: int, folder: str) -> dict[str, str]:
         "failed": lambda: build(edge_index, too_many),
         "missing": lambda: PartitionedGraph.load(f"{folder}/nothing"),
         "bad bits": lambda: build(edge_index, parts, bits=3),
+        "bits as text": lambda: build(edge_index, parts, bits="8" if rank == 2 else 8),
+        "adjacency": lambda: PartitionedGraph.from_adjacency(edge_index, num_nodes),
         "bad block_size": lambda: build(edge_index, parts, block_size=12),
         "learned": lambda: build(edge_index, parts, weight_of("random").requires_grad_()),
         "attention": lambda: QGATConv(F, 2)(x, graph),
@@ -350,6 +357,9 @@ def train(rank: int, folder: str) -> None:
     loss = mean_loss(terms)
     loss.backward()
     found["mean_loss"] = loss.detach(), terms.grad
+    generator = torch.Generator().manual_seed(rank)
+    found["uneven"] = [mean_loss(torch.randn(30 + 170 * rank, generator=generator)) for _ in range(20)]
+    found["half"] = mean_loss(torch.full((70_000,), 0.25).half())
     found["example"] = example()
     torch.save(found, f"{folder}/{rank}.pt")
     leave()

@@ -204,8 +204,8 @@ def _add_train(commands: Any) -> None:
     saved.add_argument(
         "--resume",
         action="store_true",
-        help="go on from FILE: runs that have ended are not repeated, and the others end as if nothing had happened, "
-        "bit for bit; needs the arguments and the number of processes of before",
+        help="go on from FILE, if it exists: runs that have ended are not repeated, and the others end as if nothing "
+        "had happened, bit for bit; needs the arguments and the number of processes of before",
     )
 
     output = parser.add_argument_group("output")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import random
 import zipfile
@@ -51,7 +50,7 @@ class Checkpoint:
     def keep(self, names: dict[str, Any], state: dict[str, Any]) -> None:
         """Keep the state of a run, until that of another one comes."""
         if self.writes:
-            self._current = {"names": names, "training": copy.deepcopy(state)}
+            self._current = {"names": names, "training": _kept(state)}
             self._write()
 
     def end(self, run: dict[str, Any]) -> None:
@@ -89,6 +88,15 @@ class Checkpoint:
                 "give the same, or another --checkpoint without --resume"
             )
         self.start, self.runs, self._current = saved["start"], saved["runs"], saved["current"]
+
+
+def _kept(value: Any) -> Any:
+    """A copy in the memory of the host, of which training goes on to change nothing."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _kept(item) for key, item in value.items()}
+    return type(value)(map(_kept, value)) if isinstance(value, (list, tuple)) else value
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

@@ -136,12 +136,14 @@ class SampledNodeTask(NodeTask):
         super().__init__(normalize_rows(data) if normalize else data)
         self.sampling, self.device, self.processes = sampling, device, processes
         self.description += f", batches of {sampling.batch_size}, fanout {','.join(map(str, sampling.fanout))}"
-        self._edges = data.edge_index.to(device)
+        self._edges = (
+            data.edge_index.to(device) if processes.is_first else data.edge_index
+        )  # the others evaluate nothing
 
     def with_own_edges(self) -> SampledNodeTask:
         """The same: batches have edges of their own."""
         result = copy.copy(self)
-        result._edges = self._edges.clone()
+        result._edges = self._edges.clone() if self.processes.is_first else self._edges
         return result
 
     def steps(self, x: Features, recipe: Recipe, seed: int) -> Callable[[int], Iterator[Step]]:

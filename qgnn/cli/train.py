@@ -115,6 +115,9 @@ def checked(options: argparse.Namespace, processes: Processes) -> tuple[Sampling
                 raise UsageError(f"--{name} expects several processes: torchrun --nproc-per-node 2 -m qgnn train ...")
     if options.checkpoint is None and (options.resume or options.checkpoint_every is not None):
         raise UsageError(f"--{'resume' if options.resume else 'checkpoint-every'} expects --checkpoint FILE")
+    paths = [Path(path).resolve() for path in (options.json, options.plot, options.checkpoint) if path is not None]
+    if len(set(paths)) < len(paths):
+        raise UsageError("--json, --plot and --checkpoint expect files of their own (got one of them twice)")
     if processes.is_first:
         for flag, path in (("--json", options.json), ("--plot", options.plot), ("--checkpoint", options.checkpoint)):
             if path is not None:
@@ -165,9 +168,12 @@ def saved_in(options: argparse.Namespace) -> dict[str, Any] | None:
     """What the checkpoint of ``--resume`` holds."""
     if options.checkpoint is None:
         return None
+    path = Path(options.checkpoint)
+    if options.resume and path.exists():
+        return read_checkpoint(path)
     if options.resume:
-        return read_checkpoint(Path(options.checkpoint))
-    if Path(options.checkpoint).exists():
+        print(f"--resume: no file {options.checkpoint!r} yet, begins anew", file=sys.stderr, flush=True)
+    elif path.exists():
         raise UsageError(
             f"--checkpoint expects a new file (got {options.checkpoint!r}, which exists); add --resume to go on from "
             "it, or delete it"

@@ -114,7 +114,7 @@ def int8_hook(state: Int8State, bucket: dist.GradBucket) -> _Future:
 
 
 def fp32_hook(process_group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> _Future:
-    """A communication hook of ``DistributedDataParallel`` that averages gradients in fp32, each on its own.
+    """A communication hook of ``DistributedDataParallel`` that averages gradients as they are, each on its own.
 
     Without one, gradients are summed by buckets, which DDP cuts anew after the first step. Of three processes and more
     the order of a sum goes by its place in a bucket, so that a resumed training would round otherwise than an
@@ -128,11 +128,14 @@ def fp32_hook(process_group: dist.ProcessGroup | None, bucket: dist.GradBucket) 
         >>> model.register_comm_hook(None, fp32_hook)
     """
     group = dist.group.WORLD if process_group is None else process_group
+    if bucket.buffer().is_sparse:
+        raise NotImplementedError("'fp32_hook' expects dense gradients (got sparse ones); give Embedding sparse=False")
+    bucket.buffer().div_(dist.get_world_size(group))  # first, as a sum of halves could overflow
     sums = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in bucket.gradients()]
     for each in sums:
         each.wait()
     future = _future_of(bucket)
-    future.set_result(bucket.buffer().div_(dist.get_world_size(group)))
+    future.set_result(bucket.buffer())
     return future
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from qgnn.trace import recording, report
 from qgnn.weak_cache import cached
 
 _FORWARD, _BACKWARD = 0, 1
+_NEW, _SEEN, _SENT = 0, 1, 2  # stages of constant rows
 
 
 class HaloExchange:
@@ -75,18 +76,30 @@ class HaloExchange:
     def start(self, x: Tensor | QTensor, exact: bool) -> Callable[[], Tensor]:
         """Send rows ``[N, F]`` of own nodes; what is returned waits for those of the halo.
 
-        Rows that need no gradient in training, and come a second time unchanged, are constants: they are sent as they
-        are, and remembered for as long as they live unchanged.
+        Rows that need no gradient, and come a second time unchanged in training, are constants: they are sent as they
+        are, and remembered for as long as they live unchanged. Whether they are is agreed upon: where one process has
+        changed its rows, all send theirs.
         """
         tensors = (x,) if isinstance(x, Tensor) else (x.storage, x.scales) if x.origin is None else (x.origin,)
-        if torch.is_grad_enabled() and not any(t.requires_grad for t in tensors):
-            sources, kind = (*tensors, self.boundary), _is_int8(x)
-            times: list[None] = cached(sources, ("times", kind), list)
-            if times:
-                rows = cached(sources, ("rows of the halo", kind), lambda: self._posted(x, exact=True)())
-                return lambda: rows
-            times.append(None)
-        return self._posted(x, exact)
+        if exact or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+            return self._posted(x, exact)
+        known = cached((*tensors, self.boundary), ("rows of the halo", _is_int8(x)), _Constant)
+        stage = self._least(known.stage)
+        if stage == _NEW:
+            if torch.is_grad_enabled():
+                known.stage = max(known.stage, _SEEN)
+            return self._posted(x, exact)
+        if stage == _SEEN:
+            known.stage, known.rows = _SENT, self._posted(x, exact=True)()
+        rows = known.rows
+        assert rows is not None
+        return lambda: rows
+
+    def _least(self, number: int) -> int:
+        """The least of the numbers of all processes."""
+        numbers = torch.tensor(number, device=self.boundary.device)
+        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self.process_group)
+        return int(numbers)
 
     def _posted(self, x: Tensor | QTensor, exact: bool) -> Callable[[], Tensor]:
         row_format = self.row_format
@@ -99,6 +112,14 @@ class HaloExchange:
         rows, codes = (x, None) if isinstance(x, Tensor) else (x.origin, x)
         token = _Send.apply(rows, codes, message)
         return lambda: _Receive.apply(token, message)
+
+
+@dataclass
+class _Constant:
+    """What is known of rows that do not change: how far they are, and in the end the rows of the halo."""
+
+    stage: int = _NEW
+    rows: Tensor | None = None
 
 
 class _Message:

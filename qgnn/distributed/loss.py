@@ -20,16 +20,16 @@ def mean_loss(losses: Tensor, process_group: dist.ProcessGroup | None = None) ->
 
     Shapes:
         - **input:** any
-        - **output:** ``[]``
+        - **output:** ``[]``, in fp32 at least
 
     Example:
         >>> model = DistributedDataParallel(model)
         >>> losses = F.cross_entropy(model(x, graph)[train], y[train], reduction="none")
         >>> mean_loss(losses).backward()
     """
-    share = losses.sum()
-    totals = torch.stack([share.detach(), share.new_tensor(losses.numel())]).double()
+    share = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
+    totals = torch.stack([share.detach().double(), share.new_tensor(losses.numel(), dtype=torch.float64)])
     dist.all_reduce(totals, group=process_group)
     total, count = totals.unbind()
     share = share * (dist.get_world_size(process_group) / count).to(share.dtype)
-    return share + ((total / count).to(share.dtype) - share.detach())
+    return (total / count).to(share.dtype) + (share - share.detach())  # a zero with a gradient

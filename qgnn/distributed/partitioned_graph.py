@@ -28,13 +28,13 @@ class PartitionedGraph(HaloGraph):
     Each process has the rows of its own nodes. A layer that gets this graph in place of an ``edge_index`` computes the
     rows that it would compute of them in one process: the rows of neighbors that other processes have, the halo, come
     as codes of a few bits, rounded at random in training, to nearest where no gradients are recorded, and so go their
-    gradients back. Edges between own nodes are summed in the meantime. Rows that need no gradient in training, such as
-    input features, are constants if they come a second time: then they are sent as they are, and no more while the
-    tensor lives unchanged.
+    gradients back. Edges between own nodes are summed in the meantime. Rows that need no gradient, such as input
+    features, are constants if they come a second time in training: then they are sent as they are, and no more while
+    they live unchanged in all processes, which agree on that.
 
     All processes have to run the same layers in the same order, those without nodes too, and call ``backward``: each
-    sum over neighbors is a message to all others, and one more for its gradient. Layers of attention, maxima, norms
-    over all nodes and :func:`torch.compile` do not work over processes.
+    sum over neighbors is a message to all others, and one more for its gradient. Layers of attention, maxima and
+    :func:`torch.compile` do not work over processes; norms over nodes see those of their process.
 
     :class:`qgnn.trace` shows messages as ``halo.forward`` and ``halo.backward``; :attr:`sent_bytes` counts their bytes.
 
@@ -158,13 +158,14 @@ class PartitionedGraph(HaloGraph):
     ) -> PartitionedGraph:
         """The graph of a part, if all processes have one of the same graph: each waits for the others, even if it has
         none itself."""
-        error, graph, fingerprint = None, None, _FAILED
+        error, graph, own = None, None, (_FAILED, 0, 0)
         try:
             shard = make()
-            graph, fingerprint = cls(shard, bits=bits, block_size=block_size, process_group=group), shard.fingerprint
+            graph = cls(shard, bits=bits, block_size=block_size, process_group=group)
+            own = shard.fingerprint, bits or 0, block_size
         except Exception as found:
             error = found
-        numbers = _gathered((fingerprint, 0 if bits is None else bits, block_size), group)
+        numbers = _gathered(own, group)
         if error is not None:
             raise error
         failed = [rank for rank, (other, *_) in enumerate(numbers) if other == _FAILED]
@@ -210,7 +211,7 @@ class PartitionedGraph(HaloGraph):
 
 
 def _check_format(bits: Any, block_size: Any) -> None:
-    if isinstance(bits, bool) or bits not in _BITS:
+    if bits is not None and (type(bits) is not int or bits not in _BITS):
         raise ValueError(f"'PartitionedGraph' expects 'bits' to be one of {_BITS} (got {bits!r})")
     if not isinstance(block_size, int) or not 8 <= block_size <= MAX_BLOCK_SIZE or block_size % 8:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgnn.data.disk import sync
+from qgnn.data.disk import replace_file
 from qgnn.edge_checks import check_edge_index, check_edge_weight
 from qgnn.graph import to_edges, weight_of
 
@@ -145,12 +146,9 @@ def save_partitions(
     cutter = Cutter(edge_index, parts, num_parts, edge_weight)
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(num_parts):
-        path = _path(folder, rank, num_parts)
-        unfinished = path.with_suffix(".unfinished")
-        torch.save(asdict(cutter.shard(rank)), unfinished)
-        sync(unfinished)
-        unfinished.replace(path)
-    sync(folder)
+        content = io.BytesIO()
+        torch.save(asdict(cutter.shard(rank)), content)
+        replace_file(_path(folder, rank, num_parts), content.getvalue())
 
 
 def load_shard(folder: str | os.PathLike[str], rank: int, num_parts: int) -> Shard:
@@ -162,7 +160,7 @@ def load_shard(folder: str | os.PathLike[str], rank: int, num_parts: int) -> Sha
             f"'PartitionedGraph.load' expects {path}, of a graph cut for {num_parts} processes (the folder has "
             f"{', '.join(others[:3]) or 'none'}); write it with 'save_partitions(..., num_parts={num_parts})'"
         )
-    return Shard(**torch.load(path, weights_only=True))
+    return Shard(**torch.load(path, map_location="cpu", weights_only=True))
 
 
 def _path(folder: Path, rank: int, num_parts: int) -> Path:

@@ -214,13 +214,36 @@ def test_what_is_no_checkpoint_is_refused(
 ) -> None:
     path = tmp_path / "a.pt"
     arguments = ("--checkpoint", str(path), "--resume")
-    assert "can be read (got " in (message := error_of(qgnn_train(*arguments), capsys))
-    assert "No such file or directory); begin without --resume" in message
     for content in ({"weight": torch.zeros(3)}, [1], dict.fromkeys(KEYS, 0)):
         torch.save(content, path)
         assert "expects a checkpoint of this version of qgnn train" in error_of(qgnn_train(*arguments), capsys)
     torch.save({"version": Path()}, path)
     assert "whole checkpoint" in error_of(qgnn_train(*arguments), capsys), "which would run code"
+
+
+def test_resuming_from_no_file_begins(qgnn_train: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """So one command serves those who start it again and again."""
+    arguments = ("--seeds", "1", "--epochs", "2", "--checkpoint", str(tmp_path / "a.pt"), "--resume")
+    assert qgnn_train(*arguments) == 0
+    assert "no file" in capsys.readouterr().err
+    with epochs() as seen:
+        assert qgnn_train(*arguments) == 0
+    assert seen == []
+
+
+def test_a_file_that_cannot_be_read_is_refused(
+    qgnn_train: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    message = error_of(qgnn_train("--checkpoint", str(tmp_path), "--resume"), capsys)
+    assert "--checkpoint expects a file that can be written" in message
+
+
+def test_files_are_not_written_over_each_other(
+    qgnn_train: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "a.pt")
+    message = error_of(qgnn_train("--checkpoint", path, "--json", path), capsys)
+    assert "expect files of their own" in message
 
 
 def test_an_existing_file_is_kept(qgnn_train: Train, capsys: pytest.CaptureFixture[str], part: Path) -> None:

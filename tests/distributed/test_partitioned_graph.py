@@ -246,6 +246,11 @@ def test_constants_are_sent_as_they_are_the_second_time_and_no_more(several: Fou
         first, second = found["changed"]
         assert torch.equal(second, rows[0][halo] + 1)
         assert not torch.equal(first, second)
+        first, second = found["changed by one"]
+        factor = 1 + (parts_of("random")[halo] == 1).float()
+        assert torch.equal(second, (rows[0][halo] + 1) * factor[:, None])
+        assert not torch.equal(first, second)
+        assert torch.equal(found["evaluated"], second)
         one_bit, features, codes = 2 + 4, 4 * partitioned.F, partitioned.F + 4
         sums = torch.tensor([one_bit, features, 0, one_bit, codes, 0]).cumsum(0)
         assert found["sent once"] == (out * sums).tolist()
@@ -263,7 +268,8 @@ ERRORS = {
     "bad bits": r"ValueError: 'PartitionedGraph' expects 'bits' to be one of .* \(got 3\)",
     "bad block_size": r"ValueError: 'PartitionedGraph' expects 'block_size' to be a multiple of 8 .* \(got 12\)",
     "learned": r"ValueError: 'edge_weight' expects constants .*detach",
-    "attention": r"NotImplementedError: 'PartitionedGraph' serves sums and means over neighbors: QGCNConv",
+    "adjacency": "NotImplementedError: 'from_adjacency' makes a graph of one process; use PartitionedGraph.from_edge",
+    "attention": r"NotImplementedError: 'PartitionedGraph' serves sums and means over neighbors, .*QGCNConv.*'csr'",
     "maximum": r"ValueError: 'spmm' expects 'reduce' to be one of \('sum', 'mean'\) on PartitionedGraph",
     "edge_weight": r"ValueError: .* expects the weights of PartitionedGraph.* within it",
     "edge_weight of sum": r"ValueError: 'spmm' expects the weights of PartitionedGraph.* within it",
@@ -277,6 +283,12 @@ ERRORS = {
 def test_bad_input(several: Found, name: str) -> None:
     for found in several:
         assert re.match(ERRORS[name], found["errors"][name]), found["errors"][name]
+
+
+def test_a_number_of_bits_that_is_none_stops_all(several: Found) -> None:
+    for rank, found in enumerate(several):
+        expected = r"ValueError: .*'bits' to be one of .*got '8'" if rank == 2 else r"RuntimeError: .* none in \[2\]"
+        assert re.match(expected, found["errors"]["bits as text"]), found["errors"]["bits as text"]
 
 
 def test_a_process_without_its_part_stops_all(several: Found) -> None:
@@ -313,6 +325,8 @@ def test_the_mean_loss_has_the_value_and_gradient_of_one_process(trained: Found)
     assert loss == trained[1]["mean_loss"][0] == 1
     torch.testing.assert_close(gradient, torch.full_like(gradient, 2 / len(gradient)))
     assert trained[1]["mean_loss"][1].shape == (0,)
+    assert trained[0]["uneven"] == trained[1]["uneven"]
+    assert trained[0]["half"] == 0.25
 
 
 def test_the_example_of_readme_runs(trained: Found) -> None:
