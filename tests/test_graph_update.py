@@ -149,6 +149,7 @@ EDGE = torch.tensor([[0], [1]])
         (PLAIN, {"add": EDGE, "add_weight": torch.ones(1)}, r"\(got a graph without weights\)"),
         (WEIGHTED, {"add": EDGE}, r"\(got a graph with weights\)"),
         (WEIGHTED, {"add": EDGE, "add_weight": torch.ones(2)}, r"one value an edge, \[1\] \(got \[2\]\)"),
+        (WEIGHTED, {"add": EDGE, "add_weight": torch.ones(1, requires_grad=True)}, "constant edge weights"),
         (WEIGHTED, {"add_weight": torch.ones(2)}, "'add_weight' expects edges to 'add'"),
         (PLAIN, {"remove": torch.tensor([2])}, r"'remove' expects numbers from 0 to 1 \(got 2 to 2\)"),
         (PLAIN, {"remove": torch.tensor([-1, 0])}, r"\(got -1 to 0\)"),

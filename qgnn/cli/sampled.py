@@ -136,9 +136,7 @@ class SampledNodeTask(NodeTask):
         super().__init__(normalize_rows(data) if normalize else data)
         self.sampling, self.device, self.processes = sampling, device, processes
         self.description += f", batches of {sampling.batch_size}, fanout {','.join(map(str, sampling.fanout))}"
-        self._edges = (
-            data.edge_index.to(device) if processes.is_first else data.edge_index
-        )  # the others evaluate nothing
+        self._edges = data.edge_index.to(device if processes.is_first else "cpu")  # the others evaluate nothing
 
     def with_own_edges(self) -> SampledNodeTask:
         """The same: batches have edges of their own."""

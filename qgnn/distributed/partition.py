@@ -35,7 +35,8 @@ def partition_nodes(
         num_nodes: Number of nodes; a :class:`qgnn.Graph` knows its own.
         method: ``"metis"`` for the k-way partition of METIS (`Karypis and Kumar, 1998
             <https://doi.org/10.1137/S1064827595287997>`_), which ``pip install pymetis`` brings; ``"multilevel"`` for
-            one of that kind in torch alone, with some more cut edges; ``"auto"`` for METIS where it is installed.
+            one of that kind in torch alone, with some more cut edges, for some dozens of parts: its time grows with
+            the square of their number; ``"auto"`` for METIS where it is installed.
         imbalance: How much larger than the mean a part may be.
 
     Shapes:
