@@ -31,7 +31,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--since", metavar="UTC", help="report: a text table of the records made since then")
     readme_help = "report: rewrite what is between the markers of README.md (or FILE)"
     parser.add_argument("--readme", type=Path, nargs="?", const=ROOT / "README.md", metavar="FILE", help=readme_help)
-    root_help = "accuracy, distribution, blocksize, memory, threshold: where the data sets are, as in qgnn train"
+    root_help = (
+        "accuracy, distributed, distribution, blocksize, memory, threshold: where the data sets are, as in qgnn train"
+    )
     parser.add_argument("--root", type=Path, metavar="DIR", help=root_help)
     parser.add_argument("--case", default="", metavar="PREFIX", help="only the cases whose name starts so")
     resume_help = "leave out the cases that have records of this commit"

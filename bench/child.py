@@ -1,9 +1,11 @@
-"""``python -m bench.child SUITE PROBLEM PROVIDER DEVICE OUT [--quick]``: one provider of a suite, all by itself.
+"""``python -m bench.child SUITE PROBLEM PROVIDER DEVICE OUT``: one provider of a suite, all by itself.
 
-It writes the fields of :class:`bench.harness.Measured` to OUT, or why the provider is not available here.
+It writes the fields of :class:`bench.harness.Measured` to OUT, or why the provider is not available here. Of several
+processes that ``torchrun`` has started, the first one does.
 """
 
 import argparse
+import os
 import warnings
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 
 from qgnn.cli.measure import PeakMemory
+from qgnn.cli.processes import is_launched
 
 from .clock import make_clock
 from .harness import UnavailableError, Work
@@ -45,12 +48,16 @@ def main() -> None:
         parser.add_argument(name)
     parser.add_argument("out", type=Path)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--root", type=Path)
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
 
     device = torch.device(options.device)
+    if is_launched() and device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     problems: Problems = import_module(f".suites.{options.suite}", __package__).PROBLEMS
-    problem = problems[options.problem](Setting(device, options.quick))
+    problem = problems[options.problem](Setting(device, options.quick, options.root))
     (setup,) = (provider.setup for provider in problem.providers() if provider.name == options.provider)
     memory = PeakMemory(device)
     memory.start()
@@ -60,12 +67,12 @@ def main() -> None:
         result = "this system does not let a process reset its peak of memory"
     else:
         try:
-            work = setup()
-            assert isinstance(work, Work)
-            result = measure(work, memory, base_mib, device)
+            found = setup()
+            result = measure(found, memory, base_mib, device) if isinstance(found, Work) else vars(found)
         except UnavailableError as reason:
             result = str(reason)
-    torch.save(result, options.out)
+    if os.environ.get("RANK", "0") == "0":
+        torch.save(result, options.out)
 
 
 if __name__ == "__main__":

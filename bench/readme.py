@@ -10,10 +10,16 @@ from typing import Any
 from . import compression, numbers
 from .summary import commit_of, region, shown, table
 from .sweeps import sweep_region, swept
-from .tables import accuracy_region, layer_region, scale_region, update_region
+from .tables import accuracy_region, distributed_region, layer_region, scale_region, update_region
 
 BENCH, SASS, ROOFLINE = "bench", "sass", "roofline"
-TABLES = {"layer": layer_region, "accuracy": accuracy_region, "scale": scale_region, "update": update_region}
+TABLES = {
+    "layer": layer_region,
+    "accuracy": accuracy_region,
+    "scale": scale_region,
+    "distributed": distributed_region,
+    "update": update_region,
+}
 MACHINE_CODE = ("case", "kernel", "registers sm_80 / 90 / 100", "stack", "instructions", "multiplications", "F2I, I2F")
 TRAIN = ("precision", "test accuracy %", "ms per epoch", "MiB kept", "peak MiB", "speed")
 COMPRESSED = (*TRAIN[:4], "without features", *TRAIN[4:])

@@ -43,8 +43,8 @@ PAIRS = {
 # Without a speed-up: no work of ours, no types to compare, one a process, tables of its own, training, statistics, what
 # the machine allows.
 APART = (
-    *("update", "optimizer", "memory", "overhead", "scale", "blocksize", "accuracy", "distribution", "threshold"),
-    "device",
+    *("update", "optimizer", "memory", "overhead", "scale", "distributed", "blocksize", "accuracy", "distribution"),
+    *("threshold", "device"),
 )
 WHOLE = ("train", "layer", "attention", "sampled")  # suites that README shows at once; the primitives fold
 COMPRESSED = "/sage/"  # in cases of the suite memory that have tables of their own

@@ -27,6 +27,15 @@ SCALE_NOTE = (
     "A training step of a GCN of two layers. Peak: beyond the edges as they are given; process: with these, the "
     "features and all libraries. An edge counts once for each direction."
 )
+DISTRIBUTED = (
+    *("data set, model", "shared", "provider", "test accuracy %", "difference", "losses apart", "MiB sent an epoch"),
+    *("fewer than in fp32", "seeds"),
+)
+DISTRIBUTED_NOTE = (
+    "Difference to one process in fp32, by seed, with its standard error. Losses apart: the largest relative distance "
+    "of the losses of all epochs from those. Sent: by a process in the mean; `partitioned`: rows of neighbors and "
+    "their gradients; `batches`: gradients of weights."
+)
 UPDATE = ("graph", "change of 1 %", "qgnn update ms", "qgnn rebuild ms", "PyG ms", "over a rebuild", "over PyG")
 UPDATE_NOTE = (
     "Both orders of the edges behind the change. Who rebuilds changes the list of edges first; PyG: "
@@ -61,6 +70,17 @@ def layer_rows(groups: Groups) -> Rows:
         )
 
 
+def _spread(values: Sequence[float]) -> str:
+    """Mean and standard deviation."""
+    return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
+
+
+def _difference(values: Sequence[float]) -> str:
+    """Mean and its standard error."""
+    error = f" ± {stdev(values) / len(values) ** 0.5:.2f}" if len(values) > 1 else ""
+    return f"{mean(values):+.2f}{error}"
+
+
 def accuracy_rows(groups: Groups) -> Rows:
     """A line a data set and model, of the seeds that both precisions have at one commit."""
     runs: dict[str, dict[tuple[str, str], dict[str, float]]] = {}
@@ -72,13 +92,34 @@ def accuracy_rows(groups: Groups) -> Rows:
         if pairs:
             full, quantized = zip(*pairs, strict=True)
             differences = [b - a for a, b in pairs]
-            spread = [f" ± {stdev(values):.2f}" if len(pairs) > 1 else "" for values in (full, quantized)]
-            error = f" ± {stdev(differences) / len(pairs) ** 0.5:.2f}" if len(pairs) > 1 else ""
             yield (
                 *model.rsplit("/", 1),
-                f"{mean(full):.2f}{spread[0]}",
-                f"{mean(quantized):.2f}{spread[1]}",
-                f"{mean(differences):+.2f}{error}",
+                *(_spread(full), _spread(quantized), _difference(differences)),
+                str(len(pairs)),
+            )
+
+
+def distributed_rows(groups: Groups) -> Rows:
+    """A line a data set, way to share the work and provider, of the seeds that one process has in fp32."""
+    runs: dict[str, dict[str, list[tuple[Record, float]]]] = {}
+    for group in (group for group in groups if group[0]["suite"] == "distributed"):
+        passed = [record for record in group if record["ok"]]
+        for base in (record for record in passed if record["provider"].endswith("one process fp32")):
+            case, _, _ = base["case"].rpartition("/")
+            for record in passed:
+                found = record, record["test_acc"] - base["test_acc"]
+                runs.setdefault(case, {}).setdefault(record["provider"], []).append(found)
+    for case, by_provider in sorted(runs.items()):
+        for provider, pairs in by_provider.items():
+            records = [record for record, _ in pairs]
+            sent, full = ([r["metrics"][name] for r in records if "metrics" in r] for name in ("sent_mib", "full_mib"))
+            yield (
+                *case.rsplit("/", 1),
+                provider,
+                _spread([100 * record["test_acc"] for record in records]),
+                _difference([100 * difference for _, difference in pairs]),
+                f"{max(record['error'] for record in records):.1g}",
+                *((f"{mean(sent):.2f}", times(sum(full) / sum(sent))) if sent else ("", "")),
                 str(len(pairs)),
             )
 
@@ -142,6 +183,11 @@ def accuracy_region(results: Path) -> str:
 def scale_region(results: Path) -> str:
     text = _region(results, "scale", SCALE, scale_rows)
     return f"{text}\n\n{SCALE_NOTE}" if text else ""
+
+
+def distributed_region(results: Path) -> str:
+    text = _region(results, "distributed", DISTRIBUTED, distributed_rows)
+    return f"{text}\n\n{DISTRIBUTED_NOTE}" if text else ""
 
 
 def update_region(results: Path) -> str:

@@ -81,8 +81,11 @@ def test_rehearsal_writes_whole_records(rehearsal: tuple[subprocess.CompletedPro
     for record in suite_records(rehearsal, suite):
         around_pyg = suite == "memory" and " pyg " in record["provider"]
         in_format = suite == "memory" and record["case"].endswith("/formats")
-        has_metrics = suite in ("blocksize", "distribution", "scale", "threshold") or around_pyg or in_format
-        trains = suite in ("accuracy", "threshold") or (suite == "optimizer" and "/seed" in record["case"])
+        of_two = "two processes" in record["provider"]
+        has_metrics = suite in ("blocksize", "distribution", "scale", "threshold") or around_pyg or in_format or of_two
+        trains = suite in ("accuracy", "distributed", "threshold") or (
+            suite == "optimizer" and "/seed" in record["case"]
+        )
         more = ["test_acc"] * trains + ["metrics"] * has_metrics
         assert tuple(record) == (*records.FIELDS, *more)
         assert 0 <= record.get("test_acc", 0) <= 1
@@ -100,7 +103,7 @@ def test_rehearsal_writes_whole_records(rehearsal: tuple[subprocess.CompletedPro
         assert (record["peak_mib"] is not None) == in_processes
 
 
-ALONE = ("device", "distribution", "threshold")  # suites without a rival
+ALONE = ("device", "distributed", "distribution", "threshold")  # suites without a rival
 
 
 @pytest.mark.parametrize("suite", [suite for suite in suites.SUITES if suite not in ALONE])

@@ -12,7 +12,18 @@ if TYPE_CHECKING:
 # machine, for the others to be seen against, and comes first where they are.
 SUITES = (
     *("train", "layer", "attention", "sampled", "spmm", "matmul", "sddmm", "softmax", "activation", "quantize"),
-    *("blocks", "update", "optimizer", "memory", "overhead", "scale", "blocksize", "accuracy", "distribution"),
+    *(
+        "blocks",
+        "update",
+        "optimizer",
+        "memory",
+        "overhead",
+        "scale",
+        "distributed",
+        "blocksize",
+        "accuracy",
+        "distribution",
+    ),
     *("threshold", "device"),
 )
 

@@ -1,5 +1,6 @@
 """A provider in a process of its own, whose peak of memory is then known."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -31,8 +32,15 @@ class Problem(Protocol):
 Problems = Mapping[str, Callable[[Setting], Problem]]
 
 
-def case(suite: str, name: str, problem: Problem, setting: Setting, chosen: Sequence[str] | None = None) -> Case:
-    """A training step of a problem, each of its providers in a process of its own.
+def case(
+    suite: str,
+    name: str,
+    problem: Problem,
+    setting: Setting,
+    chosen: Sequence[str] | None = None,
+    num_processes: int = 1,
+) -> Case:
+    """A training step of a problem, each of its providers in a process of its own, or in several that know each other.
 
     Args:
         suite: The suite, whose module has ``PROBLEMS``.
@@ -40,24 +48,30 @@ def case(suite: str, name: str, problem: Problem, setting: Setting, chosen: Sequ
         problem: The problem itself.
         setting: Where it runs.
         chosen: Names of providers; ``None`` for all.
+        num_processes: How many a provider has; ``torchrun`` starts several.
     """
     providers = [
-        Provider(p.name, partial(_measure, suite, name, p.name, setting), p.tolerance)
+        Provider(p.name, partial(_measure, suite, name, p.name, setting, num_processes), p.tolerance)
         for p in problem.providers()
         if chosen is None or p.name in chosen
     ]
     return Case(problem.name, "step", problem.exact, providers)
 
 
-def _measure(suite: str, name: str, provider: str, setting: Setting) -> Measured:
+def _measure(suite: str, name: str, provider: str, setting: Setting, num_processes: int) -> Measured:
     if not sys.platform.startswith("linux"):
         raise UnavailableError("only Linux tells a process its peak of memory")
+    if setting.is_cuda and num_processes > torch.cuda.device_count():
+        raise UnavailableError(f"{num_processes} processes need as many GPUs (found {torch.cuda.device_count()})")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "measured.pt"
         options = [suite, name, provider, str(setting.device), str(out), *(["--quick"] if setting.quick else [])]
-        isolated = ["-P"] if sys.flags.safe_path else []
-        command = [sys.executable, *isolated, "-m", "bench.child", *options]
-        subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_SECONDS, check=True)
+        if setting.root is not None:
+            options += ["--root", str(setting.root.resolve())]
+        several = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes), "-m"]
+        command = [sys.executable, "-m", *(several if num_processes > 1 else []), "bench.child", *options]
+        isolated = {"PYTHONSAFEPATH": "1"} if sys.flags.safe_path else {}
+        subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_SECONDS, check=True, env={**os.environ, **isolated})
         measured = torch.load(out, map_location=setting.device)
     if isinstance(measured, str):
         raise UnavailableError(measured)

@@ -1,5 +1,6 @@
 """The graph that ships inside the package: WordNet 3.1 as a node classification task."""
 
+import os
 from importlib import resources
 
 import numpy as np
@@ -30,7 +31,14 @@ def wordnet() -> Data:
         (117791, 368166)
     """
     resource = resources.files("qgnn.data").joinpath("wordnet", "wordnet.npz")
-    with resources.as_file(resource) as path, np.load(path) as archive:
+    with resources.as_file(resource) as path:
+        return read_archive(path)
+
+
+def read_archive(path: str | os.PathLike[str]) -> Data:
+    """A graph from an ``.npz`` file like that of :func:`wordnet`: the upper triangle of a symmetric matrix and the
+    features, zeros and ones, in CSR, labels, three lists of nodes, and names of classes and features."""
+    with np.load(path) as archive:
         arrays = {name: archive[name] for name in archive.files}
 
     N, F = (int(size) for size in arrays["attr_shape"])
