@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import compression, numbers
+from . import compression, numbers, scores
 from .summary import commit_of, region, shown, table
 from .sweeps import sweep_region, swept
-from .tables import accuracy_region, distributed_region, layer_region, scale_region, update_region
+from .tables import distributed_region, layer_region, scale_region, update_region
 
 BENCH, SASS, ROOFLINE = "bench", "sass", "roofline"
 TABLES = {
     "layer": layer_region,
-    "accuracy": accuracy_region,
     "scale": scale_region,
     "distributed": distributed_region,
     "update": update_region,
@@ -106,6 +105,7 @@ def regions(results: Path) -> Iterator[tuple[str, str]]:
     for name, make in TABLES.items():
         if text := make(results):
             yield name, text
+    yield from scores.regions(results)
     for name in compression.PARTS:
         if text := compression.region(results, name):
             yield name, text

@@ -5,10 +5,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from . import scores
 from .numbers import threshold_tables
 from .records import Record, read
 from .summary import APART, FP32, WARM, copy_bandwidth, latest, machines, provenance, rival, table
-from .tables import ACCURACY, DISTRIBUTION, DISTRIBUTION_NOTE, accuracy_rows, distribution_rows
+from .tables import DISTRIBUTION, DISTRIBUTION_NOTE, distribution_rows
 
 COLUMNS = (
     *("case", "pass", "provider", "ms", "p20-p80", "GB/s", "peak MiB", "saved MiB", "error", "accuracy"),
@@ -116,7 +117,7 @@ def markdown(results: Path) -> str:
             chosen = [group for group in groups if group[0]["suite"] == suite]
             parts.append(f"### {suite}\n\n{table(COLUMNS, [row for group in chosen for row in rows(group)])}")
             if suite == "accuracy":
-                parts.append(table(ACCURACY, list(accuracy_rows(chosen))))
+                parts += scores.tables(chosen)
             if suite == "distribution":
                 parts += [table(DISTRIBUTION, list(distribution_rows(chosen))), DISTRIBUTION_NOTE]
             if suite == "threshold":

@@ -1,4 +1,4 @@
-"""The tables of the suites that README shows apart, made of records: layers, and the accuracy of models."""
+"""The tables of the suites that README shows apart, made of records."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,12 +15,6 @@ Rows = Iterator[tuple[str, ...]]
 LAYER = (
     *("graph", "layer", "qgnn int8 ms", "qgnn fp32 ms", "PyG COO ms", "PyG CSR ms", "PyG COO bf16 ms"),
     *("best fp32 rival", "ms", "over COO", "over CSR", "over the best fp32"),
-)
-ACCURACY = ("data set", "model", "PyG fp32 %", "qgnn int8 %", "difference", "seeds")
-ACCURACY_NOTE = (
-    "Test accuracy at the best validation epoch, mean and standard deviation over the seeds. A seed gives both the "
-    "same first weights: the difference in points is the mean of those of the seeds, with its standard error. "
-    "A seed counts where both were measured at one commit."
 )
 SCALE = ("nodes", "edges", "provider", "ms", "ns an edge", "peak MiB", "bytes an edge", "process GiB")
 SCALE_NOTE = (
@@ -70,33 +64,15 @@ def layer_rows(groups: Groups) -> Rows:
         )
 
 
-def _spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float]) -> str:
     """Mean and standard deviation."""
     return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
 
 
-def _difference(values: Sequence[float]) -> str:
+def difference(values: Sequence[float]) -> str:
     """Mean and its standard error."""
     error = f" ± {stdev(values) / len(values) ** 0.5:.2f}" if len(values) > 1 else ""
     return f"{mean(values):+.2f}{error}"
-
-
-def accuracy_rows(groups: Groups) -> Rows:
-    """A line a data set and model, of the seeds that both precisions have at one commit."""
-    runs: dict[str, dict[tuple[str, str], dict[str, float]]] = {}
-    for (record,) in (group for group in groups if group[0]["suite"] == "accuracy" and group[0]["ok"]):
-        model, precision, seed = record["case"].rsplit("/", 2)
-        runs.setdefault(model, {}).setdefault((seed, record["commit"]), {})[precision] = 100 * record["test_acc"]
-    for model, by_seed in sorted(runs.items()):
-        pairs = [(found["fp32"], found["int8"]) for found in by_seed.values() if len(found) == 2]
-        if pairs:
-            full, quantized = zip(*pairs, strict=True)
-            differences = [b - a for a, b in pairs]
-            yield (
-                *model.rsplit("/", 1),
-                *(_spread(full), _spread(quantized), _difference(differences)),
-                str(len(pairs)),
-            )
 
 
 def distributed_rows(groups: Groups) -> Rows:
@@ -116,8 +92,8 @@ def distributed_rows(groups: Groups) -> Rows:
             yield (
                 *case.rsplit("/", 1),
                 provider,
-                _spread([100 * record["test_acc"] for record in records]),
-                _difference([100 * difference for _, difference in pairs]),
+                spread([100 * record["test_acc"] for record in records]),
+                difference([100 * gap for _, gap in pairs]),
                 f"{max(record['error'] for record in records):.1g}",
                 *((f"{mean(sent):.2f}", times(sum(full) / sum(sent))) if sent else ("", "")),
                 str(len(pairs)),
@@ -161,7 +137,7 @@ def distribution_rows(groups: Groups) -> Rows:
         )
 
 
-def _region(results: Path, suite: str, header: Sequence[str], rows: Callable[[Groups], Rows]) -> str:
+def region(results: Path, suite: str, header: Sequence[str], rows: Callable[[Groups], Rows]) -> str:
     """A table a machine that has records of the suite."""
     parts = []
     for machine, groups in machines(results).items():
@@ -172,24 +148,19 @@ def _region(results: Path, suite: str, header: Sequence[str], rows: Callable[[Gr
 
 
 def layer_region(results: Path) -> str:
-    return _region(results, "layer", LAYER, layer_rows)
-
-
-def accuracy_region(results: Path) -> str:
-    text = _region(results, "accuracy", ACCURACY, accuracy_rows)
-    return f"{text}\n\n{ACCURACY_NOTE}" if text else ""
+    return region(results, "layer", LAYER, layer_rows)
 
 
 def scale_region(results: Path) -> str:
-    text = _region(results, "scale", SCALE, scale_rows)
+    text = region(results, "scale", SCALE, scale_rows)
     return f"{text}\n\n{SCALE_NOTE}" if text else ""
 
 
 def distributed_region(results: Path) -> str:
-    text = _region(results, "distributed", DISTRIBUTED, distributed_rows)
+    text = region(results, "distributed", DISTRIBUTED, distributed_rows)
     return f"{text}\n\n{DISTRIBUTED_NOTE}" if text else ""
 
 
 def update_region(results: Path) -> str:
-    text = _region(results, "update", UPDATE, update_rows)
+    text = region(results, "update", UPDATE, update_rows)
     return f"{text}\n\n{UPDATE_NOTE}" if text else ""

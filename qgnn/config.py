@@ -258,7 +258,7 @@ def _width_and_format(
 ) -> tuple[int, Format | None]:
     """The width and the format, one of which may follow from the other."""
     if before is not None:
-        if bits == before[0] and fmt != before[1]:
+        if bits == before[0] and fmt != before[1] and not (fmt is None and _is_symmetric(before[1])):
             bits = None
         elif bits not in (None, before[0]) and fmt is not None and fmt == before[1]:
             fmt = fmt.with_bits(bits)
@@ -267,6 +267,11 @@ def _width_and_format(
     if bits not in (None, fmt.bits):
         raise ValueError(f"'QConfig' got bits={bits} and fmt={fmt!r}, of {fmt.bits} bits; give one of them")
     return fmt.bits, fmt
+
+
+def _is_symmetric(fmt: Format | None) -> bool:
+    """Whether a width says the same."""
+    return isinstance(fmt, Int) and fmt.symmetric
 
 
 def _checked_format(owner: str, fmt: object) -> Format | None:

@@ -17,6 +17,7 @@ from house import ROOT
 sys.path.append(str(ROOT))  # bench is not installed; last, so that an installed qgnn is found first
 activation = importlib.import_module("bench.suites.activation")
 accuracy = importlib.import_module("bench.suites.accuracy")
+pyg_models = importlib.import_module("bench.suites.pyg_models")
 distribution = importlib.import_module("bench.suites.distribution")
 harness = importlib.import_module("bench.harness")
 inputs = importlib.import_module("bench.suites.inputs")
@@ -80,28 +81,51 @@ def test_a_mean_that_bf16_cannot_count_is_not_measured() -> None:
     assert int(counted) == layer.BF16_COUNTS
 
 
-@pytest.mark.parametrize("kind", accuracy.MODELS)
+@pytest.mark.parametrize("kind", pyg_models.MODELS)
 def test_a_converted_model_starts_where_the_other_does(kind: str) -> None:
     """Equal weights, and a gate that sees others, and a gradient that is off."""
-    problem = accuracy.Problem("cora", kind, 3, QUICK)
+    problem = pyg_models.Problem("cora", kind, 3, QUICK)
     plain, converted = problem.model(), qgnn.quantize_(problem.model(), inputs.INT8)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), converted.parameters(), strict=True))
-    exact, others = problem.exact(), accuracy.Problem("cora", kind, 4, QUICK).exact()
+    exact, others = problem.exact(), pyg_models.Problem("cora", kind, 4, QUICK).exact()
     for precision, model in {"fp32": plain, "int8": converted}.items():
         out, grad = problem.untrained(model, problem.edges(precision))
-        assert harness.relative_error([out, grad], exact) <= accuracy.TOLERANCE[precision]
+        assert harness.relative_error([out, grad], exact) <= step.TOLERANCE[precision]
         assert harness.relative_error([out], others[:1]) > 0.2
-        assert harness.relative_error([out, 0.8 * grad], exact) > accuracy.TOLERANCE["int8"]
+        assert harness.relative_error([out, 0.8 * grad], exact) > step.TOLERANCE["int8"]
+
+
+def test_the_gate_of_accuracy_sees_widths_and_the_last_layer() -> None:
+    problem = accuracy.Problem("cora", "gcn", 3, {**accuracy.rules(), **accuracy.precisions()}, QUICK)
+    exact = problem.exact()
+    error = {name: harness.relative_error(problem.untrained(scheme), exact) for name, scheme in problem.schemes.items()}
+    for name, scheme in problem.schemes.items():
+        assert error[name] <= problem.tolerance(name, scheme)
+    for rounding, scale in (("stochastic", "row"), ("nearest", "tensor")):  # to nearest before training
+        some, every = (error[f"qgnn {rounding} {scale} {last} int4"] for last in ("fp32-last", "all"))
+        assert error["pyg fp32"] < 1e-6 < error[f"qgnn {rounding} {scale} fp32-last int8"] < some / 5 < every / 5
+    assert error["qgnn int4"] == error["qgnn stochastic row fp32-last int4"]
+    others = accuracy.Problem("cora", "gcn", 4, {}, QUICK).exact()
+    assert harness.relative_error(problem.untrained(accuracy.tasks.FP32), others) > 0.2
+
+
+def test_schemes_of_accuracy_train_from_equal_weights_to_other_scores() -> None:
+    problem = accuracy.Problem("cora", "sage", 0, accuracy.precisions(), QUICK)
+    found = {name: problem.train(scheme) for name, scheme in problem.schemes.items() if not scheme.bf16}
+    losses = [run.metrics["final_loss"] for run in found.values()]
+    assert len(set(losses)) == len(losses) == 5  # each of its own noise
+    assert max(losses) - min(losses) < 0.05
+    assert all(0 < run.test_acc < 1 and run.metrics["best_epoch"] in (2, 3) for run in found.values())
 
 
 def test_the_accuracy_is_that_of_the_best_validation_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = accuracy.Problem("cora", "gcn", 0, QUICK)
-    monkeypatch.setattr(accuracy, "QUICK_EPOCHS", 3 * accuracy.EVAL_EVERY)
+    problem = pyg_models.Problem("cora", "gcn", 0, QUICK)
+    monkeypatch.setattr(pyg_models, "QUICK_EPOCHS", 3 * pyg_models.EVAL_EVERY)
     found = iter([(0.2, 0.5), (0.4, 0.3), (0.4, 0.9)])
-    monkeypatch.setattr(accuracy, "evaluate", lambda *_: next(found))
+    monkeypatch.setattr(pyg_models, "evaluate", lambda *_: next(found))
     test_acc, times_ms = problem.train(problem.model(), problem.edges("fp32"))
     assert test_acc == 0.3
-    assert len(times_ms) == accuracy.QUICK_EPOCHS
+    assert len(times_ms) == pyg_models.QUICK_EPOCHS
 
 
 @pytest.mark.parametrize("kind", distribution.LINEAR)

@@ -90,6 +90,7 @@ def test_a_replaced_width_or_format_brings_the_other_along() -> None:
     assert replace(replace(QConfig(fmt=FixedPoint(4)), bits=12), fmt=Int(3)) == QConfig(fmt=Int(3))
     assert replace(QConfig(fmt=FixedPoint(12)), fmt=None) == QConfig(8)
     assert replace(QConfig(fmt=FixedPoint(12)), bits=4, fmt=None) == replace(QConfig(4), fmt=None) == QConfig(4)
+    assert replace(QConfig(fmt=Int(4)), fmt=None, bits=4) == replace(QConfig(fmt=Int(4)), fmt=None) == QConfig(4)
     assert replace(QConfig(6), rounding="nearest") == QConfig(6, rounding="nearest")
     assert replace(QConfig(fmt=Int(4)), bits=6, fmt=MSFP(5)) == QConfig(fmt=MSFP(5))
     assert replace(copy.deepcopy(QConfig(fmt=Int(4))), fmt=Int(6)).bits == 6

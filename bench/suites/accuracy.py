@@ -1,211 +1,118 @@
-"""PyG's own models on real data, as they are and after ``qgnn.quantize_``: equal splits, recipes and first weights.
+"""What training in few bits costs of accuracy: the models of ``qgnn train`` on real data, seed by seed.
 
-A case is one training run. Its gate looks at the untrained model: what conversion may change of its result, and of the
-gradient of its first weight, is rounding.
-What is recorded is the test accuracy at the best validation epoch, and the time of a training step. Where a layer sums
-features before its product, PyG's takes them by a CSR matrix, to the same result: so many a message would take hours.
+A case is a seed: PyG's model in fp32, the converted one with int8 and int4 codes, and int8 with what is kept for the
+backward pass in two bits of projected rows. All start from the same weights; what is recorded is the test score at the
+best validation epoch. Cases under ``ablation`` take rules of rounding away, one by one and together. The gate looks at
+the untrained model, whose result conversion may change by rounding alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
-from pathlib import Path
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch_geometric.data import Data
-from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE
 
-import qgnn
-from qgnn.cli.task import normalize_rows
+from qgnn.cli.model import GRAPH_MODELS
+from qgnn.cli.run import train_run
+from qgnn.cli.scheme import Scheme
 from qgnn.data import DatasetError
-from qgnn.data.datasets import default_root
-from qgnn.data.embedded import read_archive
+from qgnn.formats import Int
 
-from ..clock import make_clock
-from ..harness import Case, Measured, Provider, UnavailableError
-from .inputs import INT8, Setting, adjacency, graph, graph_name, randn
-from .step import TOLERANCE
+from ..harness import Case, Measured, Provider
+from . import tasks
+from .inputs import Setting, require_bf16
+from .step import TOLERANCE, tolerance_of
 
-PLANETOID = ("cora", "pubmed")
-DATASETS = ("cora", "pubmed", "photo", "dblp")
-MODELS: dict[str, Callable[..., torch.nn.Module]] = {
-    "gcn": partial(GCN, cached=True),
-    "sage": GraphSAGE,
-    "gat": partial(GAT, heads=8),
-    "gin": GIN,
-}
-SUMS_FEATURES = ("sage", "gin")
-PRECISIONS = ("fp32", "int8")
-NUM_SEEDS = {"cora": 20, "pubmed": 10, "photo": 20, "dblp": 5}  # of few test nodes, 5 seeds do not tell half a point
-NUM_EPOCHS, EVAL_EVERY = 100, 2
-QUICK_SEEDS, QUICK_EPOCHS = 1, 4
-DROPOUT, WEIGHT_DECAY = 0.5, 5e-4
+GRAPHS = ("mutag", "proteins", "mutagenicity")
+NODES = (
+    *("cora", "citeseer", "cora-ml", "pubmed", "dblp", "minesweeper", "photo", "computers", "tolokers"),
+    *("debian", "wordnet", "cs", "cornell5", "physics"),
+)
+MODELS = (*GRAPH_MODELS, "gcn2")
+NUM_SEEDS = 10
+ABLATED = ("cora", "pubmed", "photo", "wordnet")
+EVAL_EVERY = 2  # a forward pass after each epoch would take a third of the time
+
+Schemes = dict[str, Scheme]
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How a model is made and trained on a data set.
-
-    Args:
-        hidden: Width of the hidden layer.
-        lr: Learning rate of Adam.
-        norm: Normalization, as the models of PyG take it.
-        normalize_rows: Whether the rows of the features are scaled to sum to one.
-    """
-
-    hidden: int = 64
-    lr: float = 0.01
-    norm: str | None = None
-    normalize_rows: bool = False
+def precisions() -> Schemes:
+    """By provider."""
+    names = {"pyg fp32": ("fp32", "none"), "pyg bf16": ("bf16", "none"), "qgnn int8": ("int8", "none")}
+    names |= {f"qgnn int8 kept-{kept}": ("int8", kept) for kept in ("int2-rp8", "int2-rp8-vm")}
+    names["qgnn int4"] = ("int4", "none")
+    return {name: Scheme.from_parts(fmt, compress=kept) for name, (fmt, kept) in names.items()}
 
 
-def recipe(kind: str, dataset: str) -> Recipe:
-    """The usual values; on the citation graphs as in Kipf and Welling. What GIN sums grows with the degree: it takes
-    smaller steps, and where nodes have over a thousand neighbors (Photo) it trains with normalization only. GraphSAGE
-    takes smaller steps there too: features with hundreds of ones a row make larger ones uneven from seed to seed."""
-    planetoid = dataset in PLANETOID
-    if kind == "gin":
-        return Recipe(norm="batch_norm") if dataset == "photo" else Recipe(lr=0.005)
-    if (kind, dataset) == ("sage", "photo"):
-        return Recipe(lr=0.005)
-    return Recipe(hidden=16 if planetoid and kind == "gcn" else 64, normalize_rows=planetoid)
-
-
-@lru_cache(maxsize=1)
-def load(name: str, with_normal_rows: bool, setting: Setting) -> Data:
-    """A data set with one split."""
-    if setting.quick:
-        return graph("arxiv", setting)
-    try:
-        data = debian(setting.root) if name == "debian" else qgnn.data.load(name, setting.root)
-    except DatasetError as error:
-        raise UnavailableError(f"{error}; --root names the folder of the data sets") from error
-    return (normalize_rows(data) if with_normal_rows else data).to(setting.device)
-
-
-def debian(root: Path | None) -> Data:
-    """The packages of Debian 12 and what they depend on, to be sorted by section; of no class of PyG's.
-
-    A file like WordNet's, ``DebianBookworm/raw/debian_bookworm.npz``: 63,436 nodes, of which one, libc6, has 21,814
-    neighbors.
-    """
-    path = (root or default_root()) / "DebianBookworm" / "raw" / "debian_bookworm.npz"
-    if not path.exists():
-        raise DatasetError(f"expected {path}")
-    return read_archive(path)
+def rules() -> Schemes:
+    """With and without each rule: rounding at random, a scale a row, a last layer in full precision."""
+    found = {"pyg fp32": tasks.FP32}
+    for bits, rounding, granularity, keep_last in product(
+        (8, 4), ("stochastic", "nearest"), ("row", "tensor"), (True, False)
+    ):
+        scheme = Scheme.from_parts(f"int{bits}")
+        assert scheme.config is not None
+        config = replace(scheme.config, rounding=rounding, granularity=granularity)
+        name = f"qgnn {rounding} {granularity} {'fp32-last' if keep_last else 'all'} int{bits}"
+        found[name] = replace(scheme, config=config, keep_last=keep_last)
+    return found
 
 
 class Problem:
-    """One model on one data set, from one seed."""
+    """A model on a data set, from one seed.
 
-    num_layers = 2
+    Args:
+        dataset: Its name.
+        model: The model's.
+        seed: Of its first weights, and of all noise.
+        schemes: What it is trained in, by provider.
+        setting: Where it runs.
+    """
 
-    def __init__(self, dataset: str, kind: str, seed: int, setting: Setting) -> None:
-        self.dataset, self.kind, self.seed, self.setting = dataset, kind, seed, setting
-        name = graph_name("arxiv", setting) if setting.quick else dataset
-        self.recipe = recipe(kind, dataset)
-        self.name, self.run = f"{name}/{kind}", f"seed{seed}"
+    def __init__(self, dataset: str, model: str, seed: int, schemes: Schemes, setting: Setting) -> None:
+        self.dataset, self.model, self.seed, self.schemes, self.setting = dataset, model, seed, schemes, setting
 
-    @property
-    def data(self) -> Data:
-        return load(self.dataset, self.recipe.normalize_rows, self.setting)
+    def train(self, scheme: Scheme) -> Measured:
+        if scheme.bf16:
+            require_bf16(self.setting)
+        task, recipe = tasks.load(self.dataset, self.model, self.setting)
+        recipe = replace(recipe, eval_every=EVAL_EVERY)
+        run = train_run(task, recipe, scheme, self.seed, self.setting.device, self.model, measure=False)
+        found = {"best_epoch": float(run.best_epoch), "final_loss": run.final_loss}
+        return Measured(self.untrained(scheme), [run.epoch_ms], None, None, run.test_acc, found)
 
-    def model(self) -> torch.nn.Module:
-        """PyG's, with the weights that follow from the seed."""
-        torch.manual_seed(self.seed)
-        sizes = {
-            "in_channels": self.data.num_features,
-            "hidden_channels": self.recipe.hidden,
-            "num_layers": self.num_layers,
-        }
-        how = {"out_channels": int(self.data.y.max()) + 1, "dropout": DROPOUT, "norm": self.recipe.norm}
-        return MODELS[self.kind](**sizes, **how).to(self.setting.device)
+    def untrained(self, scheme: Scheme, dtype: torch.dtype = torch.float32) -> Sequence[Tensor]:
+        task, recipe = tasks.load(self.dataset, self.model, self.setting)
+        return tasks.untrained(task, recipe, scheme, self.model, self.seed, self.setting.device, dtype)
 
     def exact(self) -> Sequence[Tensor]:
-        """What the untrained model makes of the data in float64."""
-        return self.untrained(self.model().double(), self.data.edge_index)
+        return self.untrained(tasks.FP32, torch.float64)
 
-    def untrained(self, model: torch.nn.Module, edges: Tensor) -> Sequence[Tensor]:
-        """The result without dropout, and the gradient of the first weight for normal gradients of the result."""
-        weight = next(p for p in model.parameters() if p.dim() == 2)
-        out = model.eval()(self.data.x.to(weight.dtype), edges)
-        upstream = randn(*out.shape, setting=self.setting, seed=self.seed).to(out.dtype)
-        return [out.detach(), *torch.autograd.grad(out, weight, upstream)]
+    def tolerance(self, name: str, scheme: Scheme) -> float:
+        """What rounding may change: of deep models once for each pair of layers."""
+        if scheme.config is None:
+            return TOLERANCE["bf16" if scheme.bf16 else "fp32"]
+        _, recipe = tasks.load(self.dataset, self.model, self.setting)
+        return tolerance_of(Int(int(name[-1]) if "kept" not in name else 8)) * max(1, recipe.layers / 2)
 
-    def measure(self, precision: str) -> Measured:
-        model = self.model()
-        if precision == "int8":
-            qgnn.quantize_(model, INT8)
-        edges = self.edges(precision)
-        untrained = self.untrained(model, edges)
-        test_acc, times_ms = self.train(model, edges)
-        return Measured(untrained, times_ms, None, None, test_acc)
-
-    def edges(self, precision: str) -> Tensor:
-        """Made for this run: what a layer prepares of them lives as long as they do."""
-        edge_index = self.data.edge_index.clone()
-        if precision == "int8" or self.kind not in SUMS_FEATURES:
-            return edge_index
-        return adjacency(edge_index, torch.ones(edge_index.shape[1], device=edge_index.device), len(self.data.x))
-
-    def adam(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.Adam(model.parameters(), lr=self.recipe.lr, weight_decay=WEIGHT_DECAY)
-
-    def train(
-        self,
-        model: torch.nn.Module,
-        edges: Tensor,
-        optimizer: torch.optim.Optimizer | None = None,
-        num_epochs: int = NUM_EPOCHS,
-    ) -> tuple[float, list[float]]:
-        """Test accuracy at the best validation epoch, and the times of the steps; with Adam unless told otherwise."""
-        clock, step = make_clock(self.setting.device), self.step(model, edges, optimizer)
-        times_ms = []
-        best_val_acc, test_acc = -1.0, 0.0
-        for epoch in range(1, 1 + (QUICK_EPOCHS if self.setting.quick else num_epochs)):
-            model.train()
-            times_ms.append(clock.time(step))
-            if epoch % EVAL_EVERY == 0:
-                val_acc, test_acc_now = evaluate(model.eval(), self.data, edges)
-                if val_acc > best_val_acc:
-                    best_val_acc, test_acc = val_acc, test_acc_now
-        return test_acc, times_ms
-
-    def step(
-        self, model: torch.nn.Module, edges: Tensor, optimizer: torch.optim.Optimizer | None = None
-    ) -> Callable[[], None]:
-        """A training step, with Adam unless told otherwise."""
-        data, updates = self.data, optimizer or self.adam(model)
-
-        def step() -> None:
-            updates.zero_grad()
-            out = model(data.x, edges)
-            F.cross_entropy(out[data.train_mask], data.y[data.train_mask]).backward()
-            updates.step()
-
-        return step
-
-    def case(self, precision: str) -> Case:
-        form = "csr" if self.kind in SUMS_FEATURES else "coo"
-        name = "qgnn int8" if precision == "int8" else f"pyg {form} fp32"
-        provider = Provider(name, partial(self.measure, precision), TOLERANCE[precision])
-        return Case(f"{self.name}/{precision}/{self.run}", "step", self.exact, [provider])
-
-
-@torch.no_grad()
-def evaluate(model: torch.nn.Module, data: Data, edges: Tensor) -> tuple[float, float]:
-    """Accuracy on the validation and on the test nodes."""
-    right = model(data.x, edges).argmax(dim=1) == data.y
-    val_acc, test_acc = (right[mask].float().mean() for mask in (data.val_mask, data.test_mask))
-    return float(val_acc), float(test_acc)
+    def case(self, name: str) -> Case:
+        providers = [Provider(p, partial(self.train, s), self.tolerance(p, s)) for p, s in self.schemes.items()]
+        path = f"{tasks.name_of(self.dataset, self.setting)}/{self.model}{name}/seed{self.seed}"
+        return Case(path, "step", self.exact, providers)
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    for dataset in setting.shapes(*DATASETS):
-        for kind in MODELS:
-            for seed in range(QUICK_SEEDS if setting.quick else NUM_SEEDS[dataset]):
-                problem = Problem(dataset, kind, seed, setting)
-                for precision in PRECISIONS:  # in turn, so that a busy moment does not hit only one
-                    yield problem.case(precision)
+    for dataset in setting.shapes(*NODES, *GRAPHS):
+        try:
+            tasks.load(dataset, "gcn", setting)
+        except DatasetError as error:
+            print(f"accuracy: {dataset}: not available: {error}; --root names the folder", file=sys.stderr, flush=True)
+            continue
+        for model in setting.shapes(*(GRAPH_MODELS if tasks.is_of_graphs(dataset) else MODELS)):
+            for seed in setting.shapes(*range(NUM_SEEDS)):
+                yield Problem(dataset, model, seed, precisions(), setting).case("")
+        for seed in setting.shapes(*range(NUM_SEEDS)) if dataset in ABLATED else ():
+            yield Problem(dataset, "gcn", seed, rules(), setting).case("/ablation")

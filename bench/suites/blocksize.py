@@ -27,11 +27,11 @@ from qgnn.functional import compress
 from ..clock import make_clock
 from ..compression import EXACT, EXACT_ROWS
 from ..harness import MIB, Case, Measured, Provider, UnavailableError, saved_bytes
-from . import accuracy, rivals
+from . import pyg_models, rivals
 from .inputs import Setting, graph_name, projected
 from .sage import along_tolerance, check_equal, flatten
 
-DATASETS = ("wordnet", *accuracy.DATASETS)  # the first one is embedded, the others are under --root
+DATASETS = ("wordnet", *pyg_models.DATASETS)  # the first one is embedded, the others are under --root
 KINDS = ("gcn", "sage", "gat")
 NUM_ROOTS = 2000  # synsets of WordNet, which are taken with their neighbors
 NUM_STEPS = 5  # of training in front
@@ -61,7 +61,7 @@ METADATA_BITS = 32  # an offset and a step in bf16
 @lru_cache(maxsize=1)
 def sample(setting: Setting) -> Data:
     """Synsets of WordNet, drawn at random, and their neighbors, with the edges among them."""
-    data = accuracy.load("wordnet", False, setting)
+    data = pyg_models.load("wordnet", False, setting)
     roots = torch.randperm(data.num_nodes, generator=torch.Generator().manual_seed(0))[:NUM_ROOTS]
     nodes, edge_index, _, _ = k_hop_subgraph(roots.to(data.edge_index.device), 1, data.edge_index, relabel_nodes=True)
     return Data(data.x[nodes], edge_index, y=data.y[nodes], train_mask=data.train_mask[nodes])
@@ -100,7 +100,7 @@ class Passes:
         return exact * fmean(float(grad @ exact / (exact @ exact)) for grad in self.gradients)
 
 
-class Problem(accuracy.Problem):
+class Problem(pyg_models.Problem):
     """A model on a graph, a few steps in, with one set of dropout's masks."""
 
     def __init__(self, dataset: str, kind: str, setting: Setting) -> None:

@@ -32,8 +32,8 @@ from qgnn.qtensor import QTensor
 from ..clock import make_clock
 from ..harness import Case, Measured, Provider
 from . import process
-from .accuracy import load
 from .inputs import INT8, OURS, Setting, graph_name
+from .pyg_models import load
 from .train import Convolutions
 
 DATASETS, WAYS, SEEDS = ("wordnet", "debian"), ("partitioned", "batches"), (0, 1, 2)

@@ -18,10 +18,10 @@ from qgnn.rng import make_seed
 
 from ..clock import make_clock
 from ..harness import Case, Measured, Provider
-from . import accuracy
+from . import pyg_models
 from .inputs import Setting, projected
 
-DATASETS = ("wordnet", *accuracy.DATASETS)  # the first one is embedded, the others are under --root
+DATASETS = ("wordnet", *pyg_models.DATASETS)  # the first one is embedded, the others are under --root
 # What a layer keeps for its backward pass: its input, by the layer's name. Input features are left out: they are
 # kept anyway. GraphSAGE has two inputs, the mean of the neighbors (lin_l) and the node itself (lin_r).
 LINEAR = {"sage": ("convs.0.lin_l", "convs.1.lin_l", "convs.1.lin_r"), "gcn": ("convs.1.lin",), "gat": ("convs.1.lin",)}
@@ -39,7 +39,7 @@ NUM_SEEDS = 3
 TOLERANCE = 0.06
 
 
-class Problem(accuracy.Problem):
+class Problem(pyg_models.Problem):
     """A model of three layers with batch norm, whose activations are taken in training, dropout included."""
 
     num_layers = 3

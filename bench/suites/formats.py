@@ -30,7 +30,7 @@ from qgnn.qtensor import QTensor
 from ..clock import make_clock
 from ..harness import Case, Measured, Provider, UnavailableError
 from ..live import LiveBytes
-from . import accuracy
+from . import pyg_models
 from .emulation import EmulatedLinear
 from .inputs import Setting, adjacency, graph_name, randn
 from .step import TOLERANCE, tolerance_of
@@ -80,7 +80,7 @@ class Problem:
     def data(self) -> Data:
         if self.by_graph:
             return load_graphs(self.dataset, self.setting)
-        return accuracy.load(self.dataset, True, self.setting)
+        return pyg_models.load(self.dataset, True, self.setting)
 
     def model(self) -> torch.nn.Module:
         torch.manual_seed(0)

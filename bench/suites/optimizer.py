@@ -19,12 +19,13 @@ from qgnn.compress import GradientAccumulator
 from qgnn.formats import Blocks
 
 from ..harness import Case, Measured, Provider, Work, storage_mib
-from . import accuracy
+from . import pyg_models, step
 from .inputs import INT8, Setting, package, randn
 
 LEARNING_RATE = 1e-3
 NUM_UPDATES = 5  # that the gate looks at
 NUM_SEEDS, NUM_EPOCHS = 3, 20
+PRECISIONS = ("fp32", "int8")  # of the model
 NUM_PARTS = 8  # micro-batches
 
 Optimizer = Callable[..., torch.optim.Optimizer]
@@ -89,7 +90,7 @@ def _tolerance(name: str) -> float:
     return TOLERANCE[name.rsplit(" ", 1)[1]]
 
 
-class Training(accuracy.Problem):
+class Training(pyg_models.Problem):
     """A GCN on WordNet, PyG's or converted, with each optimizer from equal weights."""
 
     def trained(self, precision: str, find: Callable[[], Optimizer]) -> Measured:
@@ -99,12 +100,12 @@ class Training(accuracy.Problem):
             qgnn.quantize_(model, INT8)
         edges = self.edges(precision)
         untrained = self.untrained(model, edges)
-        made = optimizer(model.parameters(), lr=self.recipe.lr, weight_decay=accuracy.WEIGHT_DECAY)
+        made = optimizer(model.parameters(), lr=self.recipe.lr, weight_decay=pyg_models.WEIGHT_DECAY)
         test_acc, times_ms = self.train(model, edges, made, NUM_EPOCHS)
         return Measured(untrained, times_ms, None, storage_mib(state_of(made)), test_acc)
 
     def case_of(self, precision: str) -> Case:
-        tolerance = accuracy.TOLERANCE[precision]
+        tolerance = step.TOLERANCE[precision]
         providers = [
             Provider(name, partial(self.trained, precision, find), tolerance)
             for name, find in optimizers()
@@ -113,7 +114,7 @@ class Training(accuracy.Problem):
         return Case(f"{self.name}/adamw/{precision}/{self.run}", "step", self.exact, providers)
 
 
-class Sums(accuracy.Problem):
+class Sums(pyg_models.Problem):
     """Gradients of the losses of eighths of the training nodes, summed in what each provider keeps between them."""
 
     @cached_property
@@ -180,5 +181,5 @@ def cases(setting: Setting) -> Iterator[Case]:
     for dataset, kind in setting.shapes(("cora", "gcn"), ("photo", "sage"), ("wordnet", "gcn")):
         yield Sums(dataset, kind, 0, setting).sums_case()
     for seed in range(1 if setting.quick else NUM_SEEDS):
-        for precision in accuracy.PRECISIONS:
+        for precision in PRECISIONS:
             yield Training("wordnet", "gcn", seed, setting).case_of(precision)

@@ -5,7 +5,6 @@ A case is a data set, a format and a width: the GCN of ``qgnn train`` from a few
 in full precision, and the error of what its layers read in their first step. Its gate looks at the untrained model.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import qgnn
 from qgnn.cli.model import make_model, train_features
-from qgnn.cli.recipe import GIVEN, Recipe, num_edges_of, recipe_for
+from qgnn.cli.recipe import Recipe
 from qgnn.cli.run import Run, paired_run
-from qgnn.cli.scheme import FULL_PRECISION, UNQUANTIZED, Scheme
-from qgnn.cli.task import Task, make_task
+from qgnn.cli.scheme import UNQUANTIZED, Scheme
+from qgnn.cli.task import Task
 from qgnn.data import DatasetError
 from qgnn.formats import MSFP, FixedPoint, Format, Int
 from qgnn.metrics import error_x
 from qgnn.nn import QGCNConv
 
 from ..harness import Case, Measured, Provider
-from .inputs import Setting, graph, graph_name
+from . import tasks
+from .inputs import Setting
 from .step import tolerance_of
 
 # Without physics, of which a run takes ten minutes.
@@ -37,7 +36,7 @@ GRAPHS = ("mutag", "proteins", "enzymes")
 LARGE = ("cs", "wordnet")  # a run takes a minute or more
 # Of MUTAG's test graphs one is five points.
 NUM_SEEDS = {"mutag": 20, "proteins": 5, "enzymes": 5, **dict.fromkeys(LARGE, 2)}
-USUAL_SEEDS, QUICK_SEEDS, QUICK_EPOCHS = 3, 2, 3
+USUAL_SEEDS, QUICK_SEEDS = 3, 2
 EVAL_EVERY = 5  # epochs: a forward pass after each would take a third of the time
 FORMATS: dict[str, Callable[[int], Format]] = {
     "int": Int,
@@ -45,23 +44,13 @@ FORMATS: dict[str, Callable[[int], Format]] = {
     "msfp": lambda bits: MSFP(bits - 1),  # one of them is the sign
 }
 WIDTHS = tuple(range(8, 1, -1))
-FP32 = Scheme.from_parts(FULL_PRECISION[0])
 
 Operands = list[tuple[str, Tensor]]
 
 
-@lru_cache(maxsize=1)
 def load(dataset: str, setting: Setting) -> tuple[Task, Recipe]:
-    """The task and its recipe; a synthetic graph stands for the data set where it has to be quick."""
-    if setting.quick:
-        data = graph("arxiv", setting)
-    else:
-        data = (qgnn.data.load_graphs if dataset in GRAPHS else qgnn.data.load)(dataset, setting.root)
-    recipe = recipe_for(argparse.Namespace(dataset=dataset, model="gcn", **dict.fromkeys(GIVEN)), num_edges_of(data))
-    recipe = replace(recipe, eval_every=EVAL_EVERY)
-    if setting.quick:
-        recipe = replace(recipe, epochs=QUICK_EPOCHS)
-    return make_task(data, setting.device, recipe.normalize), recipe
+    task, recipe = tasks.load(dataset, "gcn", setting)
+    return task, replace(recipe, eval_every=EVAL_EVERY)
 
 
 @lru_cache(maxsize=1)
@@ -84,7 +73,7 @@ def operands(dataset: str, setting: Setting) -> Operands:
     torch.manual_seed(0)
     x = task.features[0]
     sizes = (x.shape[1], task.num_outputs, recipe)
-    model, found = make_model("gcn", *sizes, FP32, task.by_graph).to(setting.device).train(), []
+    model, found = make_model("gcn", *sizes, tasks.FP32, task.by_graph).to(setting.device).train(), []
 
     def keep(module: Any, args: tuple[Tensor, ...], out: Tensor) -> None:
         found.extend([("rows", args[0]), ("weights", module.weight), ("messages", out)])
@@ -127,8 +116,7 @@ class Problem:
         self.dataset, self.bits, self.setting = dataset, bits, setting
         self.fmt = FORMATS[family](bits)
         self.scheme = Scheme.from_parts(str(self.fmt))
-        name = graph_name("arxiv", setting) if setting.quick else dataset
-        self.name = f"{name}/gcn/{family}/{bits}"
+        self.name = f"{tasks.name_of(dataset, setting)}/gcn/{family}/{bits}"
 
     def measure(self) -> Measured:
         runs = list(train(self.dataset, self.scheme, self.setting))
@@ -148,23 +136,11 @@ class Problem:
         return full_precision(self.dataset, self.setting)
 
     def untrained(self, scheme: Scheme, dtype: torch.dtype = torch.float32) -> Sequence[Tensor]:
-        """The result of the first weights, rounded to nearest."""
         task, recipe = load(self.dataset, self.setting)
-        x, outputs = task.features[0].to(dtype), []
-        torch.manual_seed(0)
-        model = make_model("gcn", x.shape[1], task.num_outputs, recipe, scheme, task.by_graph)
-        model.to(self.setting.device, dtype).eval()
-
-        def forward(*arguments: Any) -> Tensor:
-            outputs.append(model(*arguments))
-            return outputs[-1]
-
-        with torch.no_grad():
-            task.with_own_edges().loss(forward, x)
-        return outputs
+        return tasks.untrained(task, recipe, scheme, "gcn", 0, self.setting.device, dtype)
 
     def exact(self) -> Sequence[Tensor]:
-        return self.untrained(FP32, torch.float64)
+        return self.untrained(tasks.FP32, torch.float64)
 
     def case(self) -> Case:
         provider = Provider(f"qgnn {self.fmt}", self.measure, tolerance_of(self.fmt))

@@ -137,7 +137,7 @@ def make_model(
         in_channels: Number of features.
         out_channels: Number of classes.
         recipe: Sizes and dropout.
-        scheme: Its ``config`` converts PyG's model, all layers but the last, whose outputs are the logits. What
+        scheme: Its ``config`` converts PyG's model, all layers but, unless ``keep_last`` is false, the last one. What
             converted layers keep for the backward pass follows its compression if they compute in integers; with other
             formats they keep the codes that they computed with.
         by_graph: Whether the model classifies graphs: then ``recipe.layers`` convolutions precede the last layer.
@@ -160,7 +160,7 @@ def make_model(
         return model
     if blocks is not None and config.is_integer:
         config = replace(config, save=blocks)
-    return quantize_(model, config)
+    return quantize_(model, config, keep_last=scheme.keep_last)
 
 
 def first_layer(model: nn.Module) -> nn.Module:

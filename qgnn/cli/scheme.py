@@ -32,6 +32,7 @@ class Scheme:
         compression: How what is kept for the backward pass is compressed.
         schedule: How the width of ``config`` changes from epoch to epoch, or that of ``compression`` if there is no
             ``config``: as :func:`parse_schedule` takes it.
+        keep_last: Whether the last layer, which makes the logits, stays in full precision.
 
     Example:
         >>> Scheme.from_parts("msfp12", component="weights").name
@@ -43,6 +44,7 @@ class Scheme:
     bf16: bool = False
     compression: Compression = NO_COMPRESSION
     schedule: str | None = None
+    keep_last: bool = True
 
     @classmethod
     def from_parts(

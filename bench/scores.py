@@ -1,0 +1,129 @@
+"""The tables of the suite `accuracy`: what training in few bits costs, by model, and which rule of rounding matters.
+
+Differences are those of seeds that all providers have, with a confidence interval of 95 % (Student's t).
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+
+from .records import Record
+from .summary import table
+from .tables import Groups, Rows, region, spread
+
+FULL = "pyg fp32"
+KEPT = ("qgnn int8", "qgnn int8 kept-int2-rp8", "qgnn int8 kept-int2-rp8-vm", "qgnn int4")
+ACCURACY = ("data set", "model", "PyG fp32 %", *(name.replace(" kept-", ", kept ") for name in KEPT), "seeds")
+WORST = ("provider", "models", "mean difference", "least of fp32 %", "where", "below fp32 beyond its interval")
+ABLATION = ("data set", "rounding", "scale a", "last layer", "int8", "int4", "seeds")
+NOTE = (
+    "Test accuracy at the best validation epoch: of PyG's models in fp32, mean and standard deviation over the seeds; "
+    "of the others the difference in points, with a confidence interval of 95 %. A seed gives all the same weights."
+)
+
+
+class Runs:
+    """The scores in percent of one model on one data set, by provider and seed."""
+
+    def __init__(self) -> None:
+        self.by_provider: dict[str, dict[str, float]] = {}
+
+    def add(self, record: Record) -> None:
+        name = record["provider"]
+        full = name.startswith("pyg") and name.endswith("fp32")  # whatever form its edges have
+        seed = f"{record['case'].rsplit('/', 1)[1]} {record['commit']}"
+        self.by_provider.setdefault(FULL if full else name, {})[seed] = 100 * record["test_acc"]
+
+    def pairs(self, provider: str) -> list[tuple[float, float]]:
+        """Scores in fp32 and of a provider, of the seeds that both have at one commit."""
+        full, others = (self.by_provider.get(name, {}) for name in (FULL, provider))
+        return [(full[seed], others[seed]) for seed in full if seed in others]
+
+    def differences(self, provider: str) -> list[float]:
+        return [other - full for full, other in self.pairs(provider)]
+
+
+def runs_of(groups: Groups, ablation: bool) -> dict[tuple[str, str], Runs]:
+    """By data set and model, in the order of the names."""
+    found: dict[tuple[str, str], Runs] = {}
+    for record in (record for group in groups for record in group):
+        if record["suite"] == "accuracy" and record["ok"] and ("/ablation/" in record["case"]) == ablation:
+            dataset, model, *_ = record["case"].split("/")
+            found.setdefault((dataset, model), Runs()).add(record)
+    return dict(sorted(found.items()))
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Of the confidence interval of a mean, 95 %."""
+    from scipy.stats import t
+
+    return float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+
+
+def interval(values: Sequence[float]) -> str:
+    """Mean and half the width of its interval."""
+    if not values:
+        return ""
+    return f"{mean(values):+.2f}" + (f" ± {half_width(values):.2f}" if len(values) > 1 else "")
+
+
+def accuracy_rows(groups: Groups) -> Rows:
+    """A line a data set and model."""
+    for (dataset, model), runs in runs_of(groups, ablation=False).items():
+        counts = [len(pairs) for name in KEPT if (pairs := runs.pairs(name))]
+        if counts:
+            full = [value for value, _ in max((runs.pairs(name) for name in KEPT), key=len)]
+            cells = (interval(runs.differences(name)) for name in KEPT)
+            seeds = str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+            yield dataset, model, spread(full), *cells, seeds
+
+
+def worst_rows(groups: Groups) -> Rows:
+    """A line a provider: what it keeps of the accuracy in fp32 at least, and how often it loses what noise is not."""
+    every = runs_of(groups, ablation=False)
+    for name in KEPT:
+        found = {key: runs.pairs(name) for key, runs in every.items() if runs.pairs(name)}
+        if not found:
+            continue
+        ratios = {key: mean(b for _, b in pairs) / mean(a for a, _ in pairs) for key, pairs in found.items()}
+        lowest = min(ratios, key=ratios.__getitem__)
+        by_model = [every[key].differences(name) for key in found]
+        below = sum(len(values) > 1 and mean(values) + half_width(values) < 0 for values in by_model)
+        yield (
+            *(name, str(len(found)), f"{mean(map(mean, by_model)):+.2f}"),
+            *(f"{100 * ratios[lowest]:.1f}", " ".join(lowest), str(below)),
+        )
+
+
+def ablation_rows(groups: Groups) -> Rows:
+    """A line a data set and set of rules."""
+    for (dataset, _), runs in runs_of(groups, ablation=True).items():
+        rules: dict[str, None] = dict.fromkeys(name.rpartition(" ")[0] for name in runs.by_provider if name != FULL)
+        for rule in rules:
+            by_width = [runs.differences(f"{rule} {bits}") for bits in ("int8", "int4")]
+            _, rounding, scale, last = rule.split()
+            counts = {len(values) for values in by_width if values}
+            yield (
+                *(dataset, rounding, scale, "fp32" if last == "fp32-last" else "quantized"),
+                *map(interval, by_width),
+                str(min(counts, default=0)),
+            )
+
+
+TABLES = {
+    "accuracy": (ACCURACY, accuracy_rows),
+    "accuracy:worst": (WORST, worst_rows),
+    "accuracy:ablation": (ABLATION, ablation_rows),
+}
+
+
+def regions(results: Path) -> Iterator[tuple[str, str]]:
+    """The regions that there are records for, and their texts."""
+    for name, (header, rows) in TABLES.items():
+        if text := region(results, "accuracy", header, rows):
+            yield name, f"{text}\n\n{NOTE}" if name == "accuracy" else text
+
+
+def tables(groups: Groups) -> list[str]:
+    """Those that there are rows for."""
+    return [table(header, found) for header, rows in TABLES.values() if (found := list(rows(groups)))]
