@@ -8,18 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench_records import rows, write
 from house import ROOT
-from qgnn.cli.provenance import Stamp
 
 sys.path.append(str(ROOT))  # bench is not installed; last, so that an installed qgnn is found first
 distributed = importlib.import_module("bench.suites.distributed")
 harness = importlib.import_module("bench.harness")
 inputs = importlib.import_module("bench.suites.inputs")
 readme = importlib.import_module("bench.readme")
-records = importlib.import_module("bench.records")
 
 SETTING = inputs.Setting(torch.device("cpu"), quick=True)
-STAMP = Stamp("Some CPU, 2 threads", "0" * 40, False, {})
 
 
 @pytest.fixture
@@ -44,26 +42,23 @@ def test_losses_of_fp32_are_those_of_one_process(way: str, group: None) -> None:
     assert harness.relative_error(other.exact(), problem.exact()) > distributed.ORDER_OF_SUMS
 
 
-def write(results: Path, seed: int, provider: str, test_acc: float, error: float, sent: float | None = None) -> None:
-    fields = {"suite": "distributed", "case": f"wordnet/gcn/partitioned/seed{seed}", "provider": provider, "ok": True}
-    fields |= {"pass": "step", "median_ms": 1.0, "p20_ms": 1.0, "p80_ms": 1.0, "peak_mib": None, "saved_mib": None}
-    fields |= {"bytes": None, "error": error, "test_acc": test_acc}
-    if sent is not None:
-        fields["metrics"] = {"sent_mib": sent, "full_mib": 8.0}
-    record = records.make_record(STAMP, "2026-01-02T00:00:00+00:00", **fields)
-    records.append(results / STAMP.machine / "distributed.jsonl", [record])
+def write_run(
+    results: Path, seed: int, provider: str, test_acc: float, error: float, sent: float | None = None
+) -> None:
+    metrics = {} if sent is None else {"metrics": {"sent_mib": sent, "full_mib": 8.0}}
+    case = f"wordnet/gcn/partitioned/seed{seed}"
+    write(results, "distributed", case, provider, test_acc=test_acc, error=error, **metrics)
 
 
 def test_the_table_pairs_seeds_and_divides_bytes(tmp_path: Path) -> None:
     assert "distributed" not in dict(readme.regions(tmp_path))
     for seed in (0, 1):
-        write(tmp_path, seed, "qgnn one process fp32", 0.70 + 0.1 * seed, 0.0)
-        write(tmp_path, seed, "qgnn two processes int8", 0.71 + 0.1 * seed, 0.002 + 0.001 * seed, 2.0)
-    write(tmp_path, 2, "qgnn two processes int8", 0.1, 0.5, 2.0)  # no process of its own to compare with
-    text = dict(readme.regions(tmp_path))["distributed"]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "partitioned |" in line]
-    assert [row[:2] for row in rows] == [["wordnet/gcn", "partitioned"]] * 2
-    assert [row[2:] for row in rows] == [
+        write_run(tmp_path, seed, "qgnn one process fp32", 0.70 + 0.1 * seed, 0.0)
+        write_run(tmp_path, seed, "qgnn two processes int8", 0.71 + 0.1 * seed, 0.002 + 0.001 * seed, 2.0)
+    write_run(tmp_path, 2, "qgnn two processes int8", 0.1, 0.5, 2.0)  # no process of its own to compare with
+    found = rows(dict(readme.regions(tmp_path))["distributed"], "partitioned |")
+    assert [row[:2] for row in found] == [["wordnet/gcn", "partitioned"]] * 2
+    assert [row[2:] for row in found] == [
         ["qgnn one process fp32", "75.00 ± 7.07", "+0.00 ± 0.00", "0", "", "", "2"],
         ["qgnn two processes int8", "76.00 ± 7.07", "+1.00 ± 0.00", "0.003", "2.00", "4.00x", "2"],
     ]

@@ -18,7 +18,6 @@ readme = importlib.import_module("bench.readme")
 records = importlib.import_module("bench.records")
 report = importlib.import_module("bench.report")
 summary = importlib.import_module("bench.summary")
-scores = importlib.import_module("bench.scores")
 tables = importlib.import_module("bench.tables")
 
 STAMP = provenance.Stamp("Some CPU, 2 threads", "0123456789abcdef", False, {"torch": "2.0", "triton": None})
@@ -139,55 +138,6 @@ def test_the_distribution_has_a_table_without_times(results: Path, capsys: pytes
     assert "norms.0" not in summary.region(results)
     report.show([record for _, record in records.read(results)])
     assert re.search(rf"norms.0/plain +512 +{' +'.join(expected)}".replace(".", r"\."), capsys.readouterr().out)
-
-
-def write_accuracy(results: Path, case: str, provider: str, test_acc: float | None, **changes: object) -> None:
-    values = {"suite": "accuracy", "case": case, "pass": "step", "test_acc": test_acc, **changes}
-    records.append(results / STAMP.machine / "accuracy.jsonl", [make_record(provider, 1.0, **values)])
-
-
-def test_accuracy_is_compared_seed_by_seed(results: Path) -> None:
-    assert "accuracy" not in dict(readme.regions(results))
-    for seed, (full, quantized) in enumerate([(0.80, 0.81), (0.82, 0.82), (0.84, 0.82)]):
-        write_accuracy(results, f"cora/gcn/seed{seed}", "pyg fp32", full)
-        write_accuracy(results, f"cora/gcn/seed{seed}", "qgnn int8", quantized)
-        write_accuracy(results, f"cora/gcn/seed{seed}", "qgnn int4", full - 0.4 + 0.01 * seed)
-    write_accuracy(results, "cora/gcn/seed3", "pyg fp32", 0.5)  # on its own it is no comparison
-    write_accuracy(results, "cora/gcn/seed4", "qgnn int8", 0.9)
-    write_accuracy(results, "cora/gat/seed0", "pyg fp32", None, ok=False)
-    write_accuracy(results, "cora/gat/seed0", "qgnn int8", 0.5)
-    write_accuracy(results, "cora/gin/seed0", "pyg csr fp32", 0.5)
-    write_accuracy(results, "cora/gin/seed0", "qgnn int8", 0.48)
-    found = dict(readme.regions(results))
-    # Differences 1, 0, -2: mean -1/3, deviation 1.53, over the root of 3, times 4.30; -40, -39, -38: 4.30 times 0.577.
-    assert cells(found["accuracy"], "cora") == [
-        ["cora", "gcn", "82.00 ± 2.00", "-0.33 ± 3.79", "", "", "-39.00 ± 2.48", "3"],
-        ["cora", "gin", "50.00", "-2.00", "", "", "", "1"],
-    ]
-    assert scores.NOTE in found["accuracy"]
-    assert cells(found["accuracy:worst"], "qgnn") == [
-        ["qgnn int8", "2", "-1.17", "96.0", "cora gin", "0"],
-        ["qgnn int4", "1", "-39.00", "52.4", "cora gcn", "1"],
-    ]
-    assert "seed" not in found["bench"]
-    text = report.markdown(results)
-    assert cells(text, "cora/gin/seed0", "qgnn")[0][9] == "0.4800"
-    assert cells(text, "cora", "gin", "-2.00")
-
-
-def test_an_ablation_has_a_line_for_each_set_of_rules(results: Path) -> None:
-    for seed, full in enumerate([0.80, 0.82]):
-        case = f"cora/gcn/ablation/seed{seed}"
-        write_accuracy(results, case, "pyg fp32", full)
-        write_accuracy(results, case, "qgnn stochastic row fp32-last int8", full + 0.01)
-        write_accuracy(results, case, "qgnn nearest tensor all int8", full - 0.1)
-        write_accuracy(results, case, "qgnn nearest tensor all int4", full - 0.2)
-    found = dict(readme.regions(results))
-    assert "accuracy" not in found
-    assert cells(found["accuracy:ablation"], "cora") == [
-        ["cora", "stochastic", "row", "fp32", "+1.00 ± 0.00", "", "2"],
-        ["cora", "nearest", "tensor", "quantized", "-10.00 ± 0.00", "-20.00 ± 0.00", "2"],
-    ]
 
 
 def test_best_rival_of_what_has_none_in_fp32_is_any_but_the_ceiling() -> None:

@@ -9,18 +9,16 @@ import pytest
 import torch
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
+from bench_records import rows, write
 from house import ROOT
-from qgnn.cli.provenance import Stamp
 
 sys.path.append(str(ROOT))  # bench is not installed; last, so that an installed qgnn is found first
 harness = importlib.import_module("bench.harness")
 inputs = importlib.import_module("bench.suites.inputs")
 readme = importlib.import_module("bench.readme")
-records = importlib.import_module("bench.records")
 scale = importlib.import_module("bench.suites.scale")
 
 SETTING = inputs.Setting(torch.device("cpu"))
-STAMP = Stamp("Some CPU, 2 threads", "0" * 40, False, {})
 
 
 @pytest.fixture(scope="module")
@@ -73,25 +71,13 @@ def test_messages_beyond_the_free_memory_are_not_tried(problem: object, monkeypa
         problem.coo()
 
 
-def write(results: Path, suite: str, case: str, provider: str, ms: float, **changes: object) -> None:
-    fields = {"suite": suite, "case": case, "provider": provider, "pass": "step", "median_ms": ms, "p20_ms": ms}
-    fields |= {"p80_ms": ms, "peak_mib": None, "saved_mib": None, "bytes": None, "error": 0.0, "ok": True, **changes}
-    record = records.make_record(STAMP, "2026-01-02T00:00:00+00:00", **fields)
-    records.append(results / STAMP.machine / f"{suite}.jsonl", [record])
-
-
-def rows(results: Path, name: str, word: str) -> list[list[str]]:
-    lines = [line for line in dict(readme.regions(results))[name].splitlines() if line.startswith("|") and word in line]
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-
-
 def test_the_table_divides_by_edges_and_orders_by_size(tmp_path: Path) -> None:
     assert "scale" not in dict(readme.regions(tmp_path))
     for nodes in (1000, 100):
         metrics = {"edges": 10.0 * nodes, "process_mib": 2048.0}
         case = f"N{nodes}/gcn/64-64-16"
         write(tmp_path, "scale", case, "qgnn int8", nodes / 100, peak_mib=10.0, metrics=metrics)
-    found = rows(tmp_path, "scale", "qgnn int8")
+    found = rows(dict(readme.regions(tmp_path))["scale"], "qgnn int8")
     assert [row[0] for row in found] == ["100", "1000"]
     assert found[1][1:] == ["10000", "qgnn int8", "10", "1000.0", "10", "1049", "2.0"]
 
@@ -101,6 +87,6 @@ def test_updates_are_compared_with_a_rebuild_and_the_faster_of_pygs_types(tmp_pa
     times = {"qgnn update int32": 2.0, "qgnn rebuild int32": 10.0, "pyg EdgeIndex int32": 9.0}
     for provider, ms in {**times, "pyg EdgeIndex int64": 5.0}.items():
         write(tmp_path, "update", "arxiv/synthetic/add-edges", provider, ms)
-    assert rows(tmp_path, "update", "add-edges") == [
+    assert rows(dict(readme.regions(tmp_path))["update"], "add-edges") == [
         ["arxiv/synthetic", "add-edges", "2", "10", "5", "5.00x", "2.50x"],
     ]

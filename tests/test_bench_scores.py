@@ -1,0 +1,56 @@
+"""The tables of the suite `accuracy` pair seeds, and say how sure a difference is."""
+
+import importlib
+import sys
+from pathlib import Path
+
+from bench_records import rows, write
+from house import ROOT
+
+sys.path.append(str(ROOT))  # bench is not installed; last, so that an installed qgnn is found first
+readme = importlib.import_module("bench.readme")
+report = importlib.import_module("bench.report")
+scores = importlib.import_module("bench.scores")
+
+
+def test_accuracy_is_compared_seed_by_seed(tmp_path: Path) -> None:
+    assert "accuracy" not in dict(readme.regions(tmp_path))
+    for seed, (full, quantized) in enumerate([(0.80, 0.81), (0.82, 0.82), (0.84, 0.82)]):
+        write(tmp_path, "accuracy", f"cora/gcn/seed{seed}", "pyg fp32", test_acc=full)
+        write(tmp_path, "accuracy", f"cora/gcn/seed{seed}", "qgnn int8", test_acc=quantized)
+        write(tmp_path, "accuracy", f"cora/gcn/seed{seed}", "qgnn int4", test_acc=full - 0.4 + 0.01 * seed)
+    write(tmp_path, "accuracy", "cora/gcn/seed3", "pyg fp32", test_acc=0.5)  # on its own it is no comparison
+    write(tmp_path, "accuracy", "cora/gcn/seed4", "qgnn int8", test_acc=0.9)
+    write(tmp_path, "accuracy", "cora/gat/seed0", "pyg fp32", test_acc=None, ok=False)
+    write(tmp_path, "accuracy", "cora/gat/seed0", "qgnn int8", test_acc=0.5)
+    write(tmp_path, "accuracy", "cora/gin/seed0", "pyg csr fp32", test_acc=0.5)
+    write(tmp_path, "accuracy", "cora/gin/seed0", "qgnn int8", test_acc=0.48)
+    found = dict(readme.regions(tmp_path))
+    # Differences 1, 0, -2: mean -1/3, deviation 1.53, over the root of 3, times 4.30; -40, -39, -38: 4.30 times 0.577.
+    assert rows(found["accuracy"], "cora") == [
+        ["cora", "gcn", "82.00 ± 2.00", "-0.33 ± 3.79", "", "", "-39.00 ± 2.48", "3"],
+        ["cora", "gin", "50.00", "-2.00", "", "", "", "1"],
+    ]
+    assert scores.NOTE in found["accuracy"]
+    assert rows(found["accuracy:worst"], "qgnn") == [
+        ["qgnn int8", "2", "-1.17", "96.0", "cora gin", "0"],
+        ["qgnn int4", "1", "-39.00", "52.4", "cora gcn", "1"],
+    ]
+    text = report.markdown(tmp_path)
+    assert rows(text, "cora/gin/seed0", "qgnn")[0][9] == "0.4800"
+    assert rows(text, "cora", "gin", "-2.00")
+
+
+def test_an_ablation_has_a_line_for_each_set_of_rules(tmp_path: Path) -> None:
+    for seed, full in enumerate([0.80, 0.82]):
+        case = f"cora/gcn/ablation/seed{seed}"
+        write(tmp_path, "accuracy", case, "pyg fp32", test_acc=full)
+        write(tmp_path, "accuracy", case, "qgnn stochastic row fp32-last int8", test_acc=full + 0.01)
+        write(tmp_path, "accuracy", case, "qgnn nearest tensor all int8", test_acc=full - 0.1)
+        write(tmp_path, "accuracy", case, "qgnn nearest tensor all int4", test_acc=full - 0.2)
+    found = dict(readme.regions(tmp_path))
+    assert "accuracy" not in found
+    assert rows(found["accuracy:ablation"], "cora") == [
+        ["cora", "stochastic", "row", "fp32", "+1.00 ± 0.00", "", "2"],
+        ["cora", "nearest", "tensor", "quantized", "-10.00 ± 0.00", "-20.00 ± 0.00", "2"],
+    ]
