@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from . import plots, readme, report
-from .records import RESULTS, ROOT, Record, append, finished, until
+from . import pages, plots, report
+from .records import RESULTS, Record, append, finished, until
 from .suites import SUITES, cases
 
 ALONE = ("report", "sass", "roofline")  # commands that measure nothing
@@ -29,8 +29,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, metavar="DIR", help=f"where records are (default: {RESULTS})")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further case after this time")
     parser.add_argument("--since", metavar="UTC", help="report: a text table of the records made since then")
-    readme_help = "report: rewrite what is between the markers of README.md (or FILE)"
-    parser.add_argument("--readme", type=Path, nargs="?", const=ROOT / "README.md", metavar="FILE", help=readme_help)
+    pages_help = "report: rewrite what is between the markers of FILE (of README and the pages of results)"
+    parser.add_argument("--pages", type=Path, nargs="*", metavar="FILE", help=pages_help)
     root_help = (
         "accuracy, distributed, distribution, blocksize, memory, threshold: where the data sets are, as in qgnn train"
     )
@@ -50,17 +50,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def make_report(options: argparse.Namespace) -> int:
     results = options.results or RESULTS
-    if options.readme:
+    if options.pages is not None:
         try:
-            readme.rewrite(options.readme, results)
+            for page in options.pages or pages.PAGES:
+                pages.rewrite(page, results)
         except (OSError, ValueError) as error:
-            print(f"--readme: {error}", file=sys.stderr)
+            print(f"--pages: {error}", file=sys.stderr)
             return 1
     if options.plots:
         print(*plots.write(results, options.plots), sep="\n")
     if options.since:
         print(report.compact(results, options.since))
-    elif not (options.readme or options.plots):
+    elif options.pages is None and not options.plots:
         print(report.markdown(results))
     return 0
 

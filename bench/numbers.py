@@ -1,4 +1,4 @@
-"""README's tables of number formats, made of records: memory of a step, speed of rounding and of products, and whether
+"""The pages' tables of number formats, made of records: memory of a step, speed of rounding and of products, and whether
 an error of operands tells what becomes of the accuracy."""
 
 import re

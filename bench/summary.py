@@ -46,7 +46,7 @@ APART = (
     *("update", "optimizer", "memory", "overhead", "scale", "distributed", "blocksize", "accuracy", "distribution"),
     *("threshold", "device"),
 )
-WHOLE = ("train", "layer", "attention", "sampled")  # suites that README shows at once; the primitives fold
+WHOLE = ("train", "layer", "attention", "sampled")  # suites that the pages show at once; the primitives fold
 COMPRESSED = "/sage/"  # in cases of the suite memory that have tables of their own
 FORMATS = "/formats"  # ends such cases, and products in formats
 FAKE = "/fake/"  # in cases that round to formats
@@ -223,12 +223,12 @@ def pairs(group: Sequence[Record]) -> Iterator[tuple[str, ...]]:
 
 
 def folded(title: str, *parts: str) -> str:
-    """What README shows on demand."""
+    """What the pages show on demand."""
     return "\n\n".join((f"<details><summary>{title}</summary>", *parts, "</details>"))
 
 
 def region(results: Path) -> str:
-    """What README shows between its markers."""
+    """What the pages show between its markers."""
     parts = []
     for machine, groups in machines(results).items():
         parts.append(f"**{machine}**: {provenance(groups)}")

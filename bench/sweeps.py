@@ -1,4 +1,4 @@
-"""README's tables of ``qgnn sweep``, made of its journals."""
+"""The pages' tables of ``qgnn sweep``, made of its journals."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The tables of the suites that README shows apart, made of records."""
+"""The tables of the suites that the pages show apart, made of records."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -314,7 +314,7 @@ def curve(edges: Any, nodes: Tensor, config: qgnn.QConfig | None, wrap: Callable
 
 
 def example() -> str:
-    """What README's example prints, of a small graph."""
+    """What the guide's example prints, of a small graph."""
     edge_index, num_nodes = GRAPHS["power_law"]
     x = values(num_nodes).float()
     mask = torch.arange(num_nodes) % 2 == 0
@@ -326,8 +326,8 @@ def example() -> str:
         replaced(qgnn.data, "wordnet", lambda: data),
         redirect_stdout(printed),
     ):
-        readme = (Path(__file__).parent.parent / "README.md").read_text()
-        exec(readme.split("<!-- example: partitioned -->\n```python\n")[1].split("```")[0], {})
+        guide = (Path(__file__).parent.parent / "docs" / "guide" / "processes.md").read_text()
+        exec(guide.split("<!-- example: partitioned -->\n```python\n")[1].split("```")[0], {})
     return printed.getvalue()
 
 

@@ -20,7 +20,7 @@ harness = importlib.import_module("bench.harness")
 inputs = importlib.import_module("bench.suites.inputs")
 masks = importlib.import_module("bench.suites.masks")
 provenance = importlib.import_module("qgnn.cli.provenance")
-readme = importlib.import_module("bench.readme")
+pages = importlib.import_module("bench.pages")
 records = importlib.import_module("bench.records")
 rivals = importlib.import_module("bench.suites.rivals")
 sage = importlib.import_module("bench.suites.sage")
@@ -218,7 +218,7 @@ def test_tables_say_what_records_say(tmp_path: Path) -> None:
         for name, (variance, bias) in rivals_of.items()
     ]
     records.append(path / "blocksize.jsonl", operands)
-    found = dict(readme.regions(tmp_path / "results"))
+    found = dict(pages.regions(tmp_path / "results"))
     assert cells(found["compress"], "26.60") == [["4", "26.60", "25.00", "30.00", "7.5 ± 0.2"]]
     plain, times = cells(found["compress"], "| pyg csr fp32 |")
     assert plain == ["pyg csr fp32", "900.0", "943.7", "100", "0"]

@@ -15,7 +15,7 @@ sys.path.append(str(ROOT))  # bench is not installed; last, so that an installed
 distributed = importlib.import_module("bench.suites.distributed")
 harness = importlib.import_module("bench.harness")
 inputs = importlib.import_module("bench.suites.inputs")
-readme = importlib.import_module("bench.readme")
+pages = importlib.import_module("bench.pages")
 
 SETTING = inputs.Setting(torch.device("cpu"), quick=True)
 
@@ -51,12 +51,12 @@ def write_run(
 
 
 def test_the_table_pairs_seeds_and_divides_bytes(tmp_path: Path) -> None:
-    assert "distributed" not in dict(readme.regions(tmp_path))
+    assert "distributed" not in dict(pages.regions(tmp_path))
     for seed in (0, 1):
         write_run(tmp_path, seed, "qgnn one process fp32", 0.70 + 0.1 * seed, 0.0)
         write_run(tmp_path, seed, "qgnn two processes int8", 0.71 + 0.1 * seed, 0.002 + 0.001 * seed, 2.0)
     write_run(tmp_path, 2, "qgnn two processes int8", 0.1, 0.5, 2.0)  # no process of its own to compare with
-    found = rows(dict(readme.regions(tmp_path))["distributed"], "partitioned |")
+    found = rows(dict(pages.regions(tmp_path))["distributed"], "partitioned |")
     assert [row[:2] for row in found] == [["wordnet/gcn", "partitioned"]] * 2
     assert [row[2:] for row in found] == [
         ["qgnn one process fp32", "75.00 ± 7.07", "+0.00 ± 0.00", "0", "", "", "2"],

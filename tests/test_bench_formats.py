@@ -23,7 +23,7 @@ main = importlib.import_module("bench.__main__")
 numbers = importlib.import_module("bench.numbers")
 plots = importlib.import_module("bench.plots")
 provenance = importlib.import_module("qgnn.cli.provenance")
-readme = importlib.import_module("bench.readme")
+pages = importlib.import_module("bench.pages")
 records = importlib.import_module("bench.records")
 step = importlib.import_module("bench.suites.step")
 threshold = importlib.import_module("bench.suites.threshold")
@@ -202,7 +202,7 @@ def test_threshold_tables_count_what_the_rule_says(tmp_path: Path) -> None:
         ("pubmed", 4, 6.0, 0.5),
     ):
         write_point(tmp_path, f"{dataset}/gcn/int/{bits}", drop, error)
-    text = dict(readme.regions(tmp_path))["threshold"]
+    text = dict(pages.regions(tmp_path))["threshold"]
     assert cells(text, "int", "8") == [["int", "8", "2", "0.150", "0.150", "20.0", "+1.10", "50 %", "50 %"]]
     assert cells(text, "int", "4") == [["int", "4", "2", "0.450", "0.450", "20.0", "+3.40", "100 %", "50 %"]]
     (row,) = cells(text, numbers.RULES["error_x"])
@@ -230,7 +230,7 @@ def test_formats_have_a_region_of_their_own(tmp_path: Path) -> None:
     times_ms = {"qgnn msfp12": 3.0, "torch eager msfp12": 12.0, "ceiling: torch.round": 1.5}
     write(tmp_path, "quantize", *({**case, "provider": who, "median_ms": ms} for who, ms in times_ms.items()))
     write(tmp_path, "matmul", {"case": "9x8x7/formats", "pass": "backward", "provider": "qgnn mxint8"})
-    found = dict(readme.regions(tmp_path))
+    found = dict(pages.regions(tmp_path))
     text = found["formats"]
     assert cells(text, "cora", "qgnn int8") == [["cora", "qgnn int8", "4.00", "0.40", "1.00", "0.50"]]
     assert cells(text, "cora", "qgnn broken")[0][2] == "failed"

@@ -1,4 +1,4 @@
-"""Tables, README's region and plots say what the records say."""
+"""Tables, regions of pages and plots say what the records say."""
 
 import importlib
 import json
@@ -14,14 +14,14 @@ sys.path.append(str(ROOT))  # bench is not installed; last, so that an installed
 main = importlib.import_module("bench.__main__")
 plots = importlib.import_module("bench.plots")
 provenance = importlib.import_module("qgnn.cli.provenance")
-readme = importlib.import_module("bench.readme")
+pages = importlib.import_module("bench.pages")
 records = importlib.import_module("bench.records")
 report = importlib.import_module("bench.report")
 summary = importlib.import_module("bench.summary")
 tables = importlib.import_module("bench.tables")
 
 STAMP = provenance.Stamp("Some CPU, 2 threads", "0123456789abcdef", False, {"torch": "2.0", "triton": None})
-BEGIN, END = readme.markers("bench")
+BEGIN, END = pages.markers("bench")
 OLD, NEW = "2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"
 
 
@@ -116,7 +116,7 @@ def test_layers_have_a_table_of_their_own(results: Path) -> None:
     group += [make_record("pyg coo fp32", 10.0, **layer), make_record("pyg coo bf16", 7.0, **layer)]
     group += [make_record("pyg csr fp32", 9.0, **layer), make_record("torch csr both ways fp32", 5.0, **layer)]
     records.append(results / STAMP.machine / "layer.jsonl", group)
-    found = dict(readme.regions(results))
+    found = dict(pages.regions(results))
     (line,) = cells(found["layer"], "4x64")
     ratios = ["5.00x", "4.50x", "2.50x"]
     assert line == ["arxiv/synthetic", "gat 4x64", "2", "3", "10", "9", "7", "torch csr both ways fp32", "5", *ratios]
@@ -216,7 +216,7 @@ def write_trained(results: Path, name: str, **changes: object) -> None:
 def test_train_region_is_what_the_command_printed(results: Path) -> None:
     write_trained(results, "photo")
     write_trained(results, "cora", dirty=True)
-    found = dict(readme.regions(results))
+    found = dict(pages.regions(results))
     assert list(found) == ["bench", "roofline", "train:cora", "train:photo"]
     text = found["train:photo"]
     assert cells(text, "fp32") == [["fp32 (PyG)", "81.00 ± 1.41", "30.0", "1.50", "100", "1.00x"]]
@@ -237,17 +237,17 @@ def test_sass_region_has_a_line_a_main_case(results: Path) -> None:
     ]
     (results / "sass").mkdir()
     (results / "sass" / "triton-3.9.0.json").write_text("\n".join(map(json.dumps, lines)))
-    text = dict(readme.regions(results))["sass"]
+    text = dict(pages.regions(results))["sass"]
     assert "| quantize/fp32/F128 | `_a_kernel` | 64 / 96 / 128 | 0 | 16.3 per value | 1.50 | 1.00 |" in text
     assert "F100" not in text
     assert text.endswith("`python -m bench sass --json FILE`: Triton 3.9.0; commit 0123456789ab")
     (results / "sass" / "triton-3.9.0.json").write_text("\n".join(map(json.dumps, lines[3:])))
     with pytest.raises(ValueError, match=re.escape(f"no records of {[lines[0]['case'].rpartition('/')[0]]}")):
-        dict(readme.regions(results))
+        dict(pages.regions(results))
 
 
 def test_roofline_region_is_the_table_of_a_layer(results: Path) -> None:
-    text = dict(readme.regions(results))["roofline"]
+    text = dict(pages.regions(results))["roofline"]
     steps = importlib.import_module("bench.steps")
     header, *rows = steps.by_purpose(dict(steps.cases()))
     assert cells(text, "purpose") == [list(header)]
@@ -257,20 +257,20 @@ def test_roofline_region_is_the_table_of_a_layer(results: Path) -> None:
 
 def test_a_command_is_shown_without_the_places_of_its_machine(results: Path) -> None:
     write_trained(results, "photo", command="qgnn train --root /home/me/data --seeds 2 --json=/scratch/a.json")
-    text = dict(readme.regions(results))["train:photo"]
+    text = dict(pages.regions(results))["train:photo"]
     assert "\n\n`qgnn train --root DIR --seeds 2 --json FILE`: 2 seeds" in text
 
 
-def test_readme_is_rewritten_between_its_markers_only(results: Path, tmp_path: Path) -> None:
+def test_a_page_is_rewritten_between_its_markers_only(results: Path, tmp_path: Path) -> None:
     write_trained(results, "photo")
     write_trained(results, "cora")  # without markers: not shown
-    begin, end = readme.markers("train:photo")
+    begin, end = pages.markers("train:photo")
     path = tmp_path / "README.md"
     path.write_text(f"before\n{begin}\n{end}\nbetween\n{BEGIN}\nold\n{END}\nafter\n")
-    text = dict(readme.regions(results))
+    text = dict(pages.regions(results))
     expected = f"before\n{begin}\n{text['train:photo']}\n{end}\nbetween\n{BEGIN}\n{text['bench']}\n{END}\nafter\n"
     for _ in range(2):
-        assert main.main(["report", "--results", str(results), "--readme", str(path)]) == 0
+        assert main.main(["report", "--results", str(results), "--pages", str(path)]) == 0
         assert path.read_text() == expected
 
 
@@ -280,7 +280,7 @@ ONE_PAIR = "expected one pair of lines '<!-- {0}:begin -->' and '<!-- {0}:end --
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", ONE_PAIR.format("bench")),
+        ("", "expected markers such as '<!-- bench:begin -->' (got none)"),
         (BEGIN, ONE_PAIR.format("bench")),
         (END, ONE_PAIR.format("bench")),
         (f"{END} {BEGIN}", ONE_PAIR.format("bench")),
@@ -294,23 +294,24 @@ ONE_PAIR = "expected one pair of lines '<!-- {0}:begin -->' and '<!-- {0}:end --
         ),
     ],
 )
-def test_readme_without_pairs_of_markers_is_left_alone(
+def test_a_page_without_pairs_of_markers_is_left_alone(
     text: str, message: str, results: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     write_trained(results, "photo")
     path = tmp_path / "README.md"
     path.write_text(text)
-    assert main.main(["report", "--results", str(results), "--readme", str(path)]) == 1
+    assert main.main(["report", "--results", str(results), "--pages", str(path)]) == 1
     assert path.read_text() == text
-    assert f"--readme: {path}: {message}" in capsys.readouterr().err
+    assert f"--pages: {path}: {message}" in capsys.readouterr().err
 
 
-def test_readme_shows_what_the_committed_records_give() -> None:
-    """Failing: run ``python -m bench report --readme``."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name, region in readme.regions(records.RESULTS):
-        begin, end = readme.markers(name)
-        assert f"{begin}\n{region}\n{end}" in text, f"{name} is missing or not what its records say"
+def test_pages_show_what_the_committed_records_give() -> None:
+    """Failing: run ``python -m bench report --pages``."""
+    text = "".join(page.read_text(encoding="utf-8") for page in pages.PAGES)
+    for name, region in pages.regions(records.RESULTS):
+        begin, end = pages.markers(name)
+        assert text.count(begin) == text.count(end) == 1, f"{name} is missing, or on two pages"
+        assert f"{begin}\n{region}\n{end}" in text, f"{name} is not what its records say"
         text = text.replace(region, "")
     assert not [line for line in text.splitlines() if line.startswith("|")], "a table that no record made"
 
@@ -350,7 +351,7 @@ def test_shares_of_a_copy_are_shown_where_one_was_measured_in_the_run(results: P
     assert "%" not in report.markdown(results)
 
 
-def test_what_the_machine_allows_is_no_line_of_the_readme(results: Path) -> None:
+def test_what_the_machine_allows_is_no_line_of_the_pages(results: Path) -> None:
     before = summary.region(results)
     record = make_record("ceiling: int8", 1.0, suite="device", case="matmul/8192x8192x8192")
     records.append(results / STAMP.machine / "device.jsonl", [record])

@@ -15,7 +15,7 @@ from house import ROOT
 sys.path.append(str(ROOT))  # bench is not installed; last, so that an installed qgnn is found first
 harness = importlib.import_module("bench.harness")
 inputs = importlib.import_module("bench.suites.inputs")
-readme = importlib.import_module("bench.readme")
+pages = importlib.import_module("bench.pages")
 scale = importlib.import_module("bench.suites.scale")
 
 SETTING = inputs.Setting(torch.device("cpu"))
@@ -72,21 +72,21 @@ def test_messages_beyond_the_free_memory_are_not_tried(problem: object, monkeypa
 
 
 def test_the_table_divides_by_edges_and_orders_by_size(tmp_path: Path) -> None:
-    assert "scale" not in dict(readme.regions(tmp_path))
+    assert "scale" not in dict(pages.regions(tmp_path))
     for nodes in (1000, 100):
         metrics = {"edges": 10.0 * nodes, "process_mib": 2048.0}
         case = f"N{nodes}/gcn/64-64-16"
         write(tmp_path, "scale", case, "qgnn int8", nodes / 100, peak_mib=10.0, metrics=metrics)
-    found = rows(dict(readme.regions(tmp_path))["scale"], "qgnn int8")
+    found = rows(dict(pages.regions(tmp_path))["scale"], "qgnn int8")
     assert [row[0] for row in found] == ["100", "1000"]
     assert found[1][1:] == ["10000", "qgnn int8", "10", "1000.0", "10", "1049", "2.0"]
 
 
 def test_updates_are_compared_with_a_rebuild_and_the_faster_of_pygs_types(tmp_path: Path) -> None:
-    assert "update" not in dict(readme.regions(tmp_path))
+    assert "update" not in dict(pages.regions(tmp_path))
     times = {"qgnn update int32": 2.0, "qgnn rebuild int32": 10.0, "pyg EdgeIndex int32": 9.0}
     for provider, ms in {**times, "pyg EdgeIndex int64": 5.0}.items():
         write(tmp_path, "update", "arxiv/synthetic/add-edges", provider, ms)
-    assert rows(dict(readme.regions(tmp_path))["update"], "add-edges") == [
+    assert rows(dict(pages.regions(tmp_path))["update"], "add-edges") == [
         ["arxiv/synthetic", "add-edges", "2", "10", "5", "5.00x", "2.50x"],
     ]

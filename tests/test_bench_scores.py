@@ -8,13 +8,13 @@ from bench_records import rows, write
 from house import ROOT
 
 sys.path.append(str(ROOT))  # bench is not installed; last, so that an installed qgnn is found first
-readme = importlib.import_module("bench.readme")
+pages = importlib.import_module("bench.pages")
 report = importlib.import_module("bench.report")
 scores = importlib.import_module("bench.scores")
 
 
 def test_accuracy_is_compared_seed_by_seed(tmp_path: Path) -> None:
-    assert "accuracy" not in dict(readme.regions(tmp_path))
+    assert "accuracy" not in dict(pages.regions(tmp_path))
     for seed, (full, quantized) in enumerate([(0.80, 0.81), (0.82, 0.82), (0.84, 0.82)]):
         write(tmp_path, "accuracy", f"cora/gcn/seed{seed}", "pyg fp32", test_acc=full)
         write(tmp_path, "accuracy", f"cora/gcn/seed{seed}", "qgnn int8", test_acc=quantized)
@@ -25,7 +25,7 @@ def test_accuracy_is_compared_seed_by_seed(tmp_path: Path) -> None:
     write(tmp_path, "accuracy", "cora/gat/seed0", "qgnn int8", test_acc=0.5)
     write(tmp_path, "accuracy", "cora/gin/seed0", "pyg csr fp32", test_acc=0.5)
     write(tmp_path, "accuracy", "cora/gin/seed0", "qgnn int8", test_acc=0.48)
-    found = dict(readme.regions(tmp_path))
+    found = dict(pages.regions(tmp_path))
     # Differences 1, 0, -2: mean -1/3, deviation 1.53, over the root of 3, times 4.30; -40, -39, -38: 4.30 times 0.577.
     assert rows(found["accuracy"], "cora") == [
         ["cora", "gcn", "82.00 ± 2.00", "-0.33 ± 3.79", "", "", "-39.00 ± 2.48", "3"],
@@ -48,7 +48,7 @@ def test_an_ablation_has_a_line_for_each_set_of_rules(tmp_path: Path) -> None:
         write(tmp_path, "accuracy", case, "qgnn stochastic row fp32-last int8", test_acc=full + 0.01)
         write(tmp_path, "accuracy", case, "qgnn nearest tensor all int8", test_acc=full - 0.1)
         write(tmp_path, "accuracy", case, "qgnn nearest tensor all int4", test_acc=full - 0.2)
-    found = dict(readme.regions(tmp_path))
+    found = dict(pages.regions(tmp_path))
     assert "accuracy" not in found
     assert rows(found["accuracy:ablation"], "cora") == [
         ["cora", "stochastic", "row", "fp32", "+1.00 ± 0.00", "", "2"],

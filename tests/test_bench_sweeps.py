@@ -1,11 +1,10 @@
-"""README's tables of sweeps: what their journals say."""
+"""Tables of the pages of sweeps: what their journals say."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from bench import readme
 from qgnn.cli.sweep.run_spec import RunSpec
 
 START = {
@@ -46,7 +45,7 @@ def results(tmp_path: Path) -> Path:
 
 def test_a_sweep_has_a_row_a_format_and_a_column_a_component(results: Path) -> None:
     """Of a run that failed first, what came of it the second time; columns in the order of the components."""
-    text = dict(readme.regions(results))["sweep:two"]
+    text = dict(pages.regions(results))["sweep:two"]
     assert text == (
         "| GCN on cora | weights | all |\n"
         "| --- | --- | --- |\n"

@@ -1,5 +1,5 @@
-"""What stands between a pair of markers of README: the suites' tables and those of ``qgnn train`` and ``bench sass``,
-made of records, and the roofline's, which is arithmetic."""
+"""What stands between pairs of markers of README and of pages of the documentation: the tables of the suites, of
+``qgnn train`` and of ``bench sass``, made of records, and the roofline's, which is arithmetic."""
 
 import json
 import re
@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from . import compression, numbers, scores
+from .records import ROOT
 from .summary import commit_of, region, shown, table
 from .sweeps import sweep_region, swept
 from .tables import distributed_region, layer_region, scale_region, update_region
 
+PAGES = (ROOT / "README.md", ROOT / "docs" / "guide" / "gpu.md", *sorted((ROOT / "docs" / "results").glob("*.md")))
 BENCH, SASS, ROOFLINE = "bench", "sass", "roofline"
 TABLES = {
     "layer": layer_region,
@@ -122,13 +124,16 @@ def regions(results: Path) -> Iterator[tuple[str, str]]:
 
 
 def fill(text: str, results: Path) -> str:
-    """The text with its regions as the records have them; a region without markers is left out, but for ``bench``'s.
+    """The text with its regions as the records have them; a region without markers is left out.
 
     Raises:
-        ValueError: If markers come without their other, more than once, or without records.
+        ValueError: If there are no markers, or some come without their other, more than once, or without records.
     """
     known = dict(regions(results))
-    for name in dict.fromkeys((BENCH, *_MARKER.findall(text))):
+    names = dict.fromkeys(_MARKER.findall(text))
+    if not names:
+        raise ValueError(f"expected markers such as '{markers(BENCH)[0]}' (got none)")
+    for name in names:
         begin, end = markers(name)
         before, found_begin, rest = text.partition(begin)
         _, found_end, after = rest.partition(end)
@@ -140,14 +145,14 @@ def fill(text: str, results: Path) -> str:
     return text
 
 
-def rewrite(readme: Path, results: Path) -> None:
-    """Put the tables between the markers of a file.
+def rewrite(page: Path, results: Path) -> None:
+    """Put the tables between the markers of a page.
 
     Raises:
         ValueError: If :func:`fill` does not know what to do; the file is left alone.
     """
     try:
-        text = fill(readme.read_text(encoding="utf-8"), results)
+        text = fill(page.read_text(encoding="utf-8"), results)
     except ValueError as error:
-        raise ValueError(f"{readme}: {error}") from error
-    readme.write_text(text, encoding="utf-8")
+        raise ValueError(f"{page}: {error}") from error
+    page.write_text(text, encoding="utf-8")
