@@ -29,7 +29,11 @@ class Adjacency:
         return self.indptr.shape[0] - 1
 
     def to(self, target: torch.device | torch.dtype | str) -> Adjacency:
-        """The same edges on another device, or in another type of indices."""
+        """The same edges on another device, or in another type of indices.
+
+        Args:
+            target: A device, or an integer type.
+        """
         return Adjacency(self.indptr.to(target), self.index.to(target), self.order.to(target))
 
 

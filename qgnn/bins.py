@@ -160,7 +160,7 @@ def _constant_bins(bits: int, block_size: int) -> tuple[float, ...]:
 def optimal_bins(bits: int, block_size: int) -> Tensor:
     r"""Edges of the bins in which stochastic rounding adds the least variance to the values of a block.
 
-    They minimize :func:`expected_variance` (`Activation Compression of Graph Neural Networks using Block-wise
+    They minimize :func:`qgnn.bins.expected_variance` (`Activation Compression of Graph Neural Networks using Block-wise
     Quantization with Improved Variance Minimization <https://arxiv.org/abs/2309.11856>`_, for 2 bits): narrower in the
     middle of the range, where a clipped normal block has most of its values. With 2 bits and blocks of 64 values they
     take 6 % of the variance, of 2048 values 23 %; with 4 bits 11 % and 36 %. Blocks of up to two values get edges one
@@ -218,7 +218,7 @@ def best_block_size(
     Args:
         bits: Width of a code, 1 to 8.
         num_values: Number of values of the tensor.
-        bins: ``"uniform"``, or ``"optimal"`` for those of :func:`optimal_bins`.
+        bins: ``"uniform"``, or ``"optimal"`` for those of :func:`qgnn.compress.optimal_bins`.
         metadata_bits: Bits of an offset and a step.
         variances: Variance of rounding by block size, as :func:`measure_variances` finds it; the choice is among these.
 
@@ -296,7 +296,7 @@ def measure_variances(x: Tensor, bits: int, bins: str = "uniform") -> dict[int, 
     Args:
         x: Values in the order in which they are stored; those of a projection, where there is one.
         bits: Width of a code, 1 to 8.
-        bins: ``"uniform"``, or ``"optimal"`` for those of :func:`optimal_bins`.
+        bins: ``"uniform"``, or ``"optimal"`` for those of :func:`qgnn.compress.optimal_bins`.
 
     Raises:
         ValueError: For a width that there are no such bins of, or for other bins.
@@ -327,7 +327,7 @@ class Fit(NamedTuple):
         ks_uniform: Against the uniform distribution.
         js_bits: Jensen-Shannon divergence of histograms (64 equal cells, and the two ends) against the model, 0 to 1.
         js_uniform_bits: Against the uniform distribution.
-        quantiles: Those of the values at :data:`QUANTILES`, in shares of the range.
+        quantiles: Those of the values at ``QUANTILES``, in shares of the range.
         model_quantiles: Those of the model.
         constant: Share of the blocks that have no range, or are not finite; they count for nothing else.
     """

@@ -179,13 +179,23 @@ class QConfig:
         )
 
     def format_of(self, component: str) -> Format | None:
-        """The format of a component, one of :data:`COMPONENTS`; ``None`` for full precision."""
+        """The format of a component; ``None`` for full precision.
+
+        Args:
+            component: One of those that :class:`QConfig` names.
+
+        Raises:
+            ValueError: If there is no such component.
+        """
         if component not in COMPONENTS:
             raise ValueError(f"'QConfig' has the components {COMPONENTS} (got {component!r})")
         return self._formats[component]
 
     def with_bits(self, bits: int) -> QConfig:
         """The same config with codes of another width, in each of its formats.
+
+        Args:
+            bits: The width.
 
         Raises:
             ValueError: If a format has no such width.
@@ -200,12 +210,12 @@ class QConfig:
 
     @property
     def is_integer(self) -> bool:
-        """Whether all operands are symmetric integers of :attr:`bits`, which fused kernels take."""
+        """Whether all operands are symmetric integers of ``bits``, which fused kernels take."""
         return _shared_integer(self._formats) is not None
 
     @property
     def name(self) -> str:
-        """What is quantized, in short: ``"int8"``, ``"msfp12"``, ``"weights=int4"``."""
+        """What is quantized, in short, as ``"int8"``, ``"msfp12"`` or ``"weights=int4"``."""
         formats = self._formats
         default = formats["features"]
         if all(formats[name] == default for name in OPERANDS) and all(formats[name] is None for name in RESULTS):

@@ -98,6 +98,9 @@ class Graph:
                 ``torch_sparse.SparseTensor``; matrices are transposed as in PyG, with a row for each target.
             num_nodes: Number of nodes, or ``(num_sources, num_targets)``.
             edge_weight: Constant edge weights, in the order of the edges.
+
+        Raises:
+            ValueError: As :meth:`from_edge_index`, or if weights are given twice, beside the edges and within them.
         """
         if isinstance(adjacency, Graph):
             return as_graph(adjacency, num_nodes, edge_weight)
@@ -121,7 +124,7 @@ class Graph:
 
     @property
     def csc(self) -> Adjacency:
-        """Edges sorted by source: the transposed graph. Built at first use."""
+        """Edges sorted by source, the transposed graph. Built at first use."""
         return self._once("csc", lambda: sort_by(self.csr.index, self.target, self.num_sources))
 
     @property
@@ -150,7 +153,7 @@ class Graph:
 
     @property
     def given_order(self) -> Tensor:
-        """Where each given edge stands in CSR order: the inverse of ``csr.order``, ``[E]``."""
+        """Where each given edge stands in CSR order, the inverse of ``csr.order``, ``[E]``."""
 
         def invert() -> Tensor:
             position = torch.arange(self.num_edges, dtype=self.csr.order.dtype, device=self.device)
@@ -161,9 +164,12 @@ class Graph:
     def incidence(self, side: str) -> tuple[Tensor, Tensor, Tensor]:
         """The matrix of which node each given edge ends (``side="target"``) or starts at (``"source"``).
 
+        Args:
+            side: ``"target"`` or ``"source"``.
+
         Returns:
-            The CSR pointers of its rows, the numbers of their edges, and the node of each edge:
-            ``[N + 1]``, ``[E]``, ``[E]``.
+            The CSR pointers of its rows ``[N + 1]``, the numbers of their edges ``[E]``, and the node of each edge
+            ``[E]``.
         """
         if side == "target":
             node = self._once("given_target", lambda: self.target.index_select(0, self.given_order))
@@ -173,19 +179,40 @@ class Graph:
         return self.csc.indptr, order, node
 
     def to_csr_order(self, edge_values: Tensor) -> Tensor:
-        """Values of the given edges, in CSR order (differentiable)."""
+        """Values of the given edges, in CSR order (differentiable).
+
+        Args:
+            edge_values: Values in the order in which the edges were given.
+
+        Shapes:
+            - **input and output:** ``[E, ...]``
+        """
         if torch.compiler.is_compiling() or not (edge_values.requires_grad and torch.is_grad_enabled()):
             return edge_values.index_select(0, self.csr.order)
         return Permutation.apply(edge_values, self.csr.order, self.given_order)
 
     def to_given_order(self, edge_values: Tensor) -> Tensor:
-        """Values of edges in CSR order, in the order in which the edges were given (differentiable)."""
+        """Values of edges in CSR order, in the order in which the edges were given (differentiable).
+
+        Args:
+            edge_values: Values in CSR order.
+
+        Shapes:
+            - **input and output:** ``[E, ...]``
+        """
         if torch.compiler.is_compiling():
             return edge_values.index_select(0, self.given_order)
         return Permutation.apply(edge_values, self.given_order, self.csr.order)
 
     def with_weight(self, weight: Tensor | None) -> Graph:
-        """The same edges with other weights, in CSR order."""
+        """The same edges with other weights.
+
+        Args:
+            weight: Edge weights in CSR order, ``[E]``; ``None`` for ones.
+
+        Raises:
+            ValueError: If there is not one floating-point weight an edge.
+        """
         return Graph(self.csr, self.num_sources, weight, self._shared)
 
     def update(
@@ -234,7 +261,11 @@ class Graph:
         return Graph(known.csr, known.num_sources, known.weight, {} if known.csc is None else {"csc": known.csc})
 
     def edge_index(self, *, as_given: bool = False) -> Tensor:
-        """The edges as int64 COO, ``[2, E]``, in CSR order or as they were given."""
+        """The edges as int64 COO, ``[2, E]``.
+
+        Args:
+            as_given: In the order in which they were given; otherwise in CSR order.
+        """
         ends = (self.csr.index, self.target)
         return torch.stack([(end.index_select(0, self.given_order) if as_given else end).long() for end in ends])
 
@@ -258,7 +289,11 @@ class Graph:
         return value
 
     def to(self, device: torch.device | str) -> Graph:
-        """The graph on another device."""
+        """The graph on another device.
+
+        Args:
+            device: Where to.
+        """
         weight = None if self.weight is None else self.weight.to(device)
         shared = {name: value.to(device) for name, value in self._shared.items()}
         return Graph(self.csr.to(device), self.num_sources, weight, shared)

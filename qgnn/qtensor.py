@@ -17,7 +17,7 @@ class QTensor:
     """A quantized tensor, ``x = codes * scale (+ zero)``.
 
     A plain record of tensors, not a tensor subclass: it never enters a state dict. Products and sums that take one in
-    place of a tensor hand its gradient, straight through the rounding, to :attr:`origin`.
+    place of a tensor hand its gradient, straight through the rounding, to ``origin``.
 
     Args:
         storage: What is stored of the codes: one integer or float8 number a value, or, with a ``layout`` of another
@@ -51,7 +51,7 @@ class QTensor:
 
     @property
     def codes(self) -> Tensor:
-        """One code a value: ``storage`` itself where nothing is packed; else int8 (int16 above 8 bits), uint8 for codes
+        """One code a value, ``storage`` itself where nothing is packed; else int8 (int16 above 8 bits), uint8 for codes
         that are not negative (int32 above 8 bits), or fp32 for floating-point codes."""
         return self.storage if self.layout is None else self.layout.load(self.storage)
 
@@ -62,7 +62,7 @@ class QTensor:
 
     @property
     def scale(self) -> Tensor:
-        """What codes are multiplied with, fp32: ``scales`` itself where that is fp32."""
+        """What codes are multiplied with, in fp32; ``scales`` itself where it has that type."""
         if self.scales.dtype == torch.float32:
             return self.scales
         return self.scales.float() * 2.0 ** -(0 if self.layout is None else self.layout.fraction_bits)
@@ -78,7 +78,11 @@ class QTensor:
         return self.storage.device
 
     def size(self, dim: int | None = None) -> torch.Size | int:
-        """:attr:`shape`, or its entry ``dim``, as of a tensor."""
+        """:attr:`shape`, or its entry ``dim``, as of a tensor.
+
+        Args:
+            dim: Number of a dimension; ``None`` for all.
+        """
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
@@ -113,6 +117,9 @@ class QTensor:
     def part(self, rows: slice) -> QTensor:
         """Some consecutive rows of a matrix.
 
+        Args:
+            rows: Which ones, without a step.
+
         Raises:
             ValueError: If codes or scales lie along the rows, or a step leaves some out.
         """
@@ -138,12 +145,26 @@ class QTensor:
     def with_tensors(
         self, storage: Tensor | None = None, scales: Tensor | None = None, zero: Tensor | None = None
     ) -> QTensor:
-        """The same values in other tensors, or what is left of the record without any."""
+        """The same values in other tensors, or what is left of the record without any.
+
+        Args:
+            storage: In place of ``storage``.
+            scales: In place of ``scales``.
+            zero: In place of ``zero``.
+        """
         alone = replace(self, origin=None, packed=None, columns=None)
         return replace(alone, storage=storage, scales=scales, zero=zero)  # type: ignore[arg-type]
 
     def index_select(self, dim: int, index: Tensor) -> QTensor:
-        """Rows of a matrix in any order, as of a tensor; :attr:`columns` are left out.
+        """Rows of a matrix in any order, as of a tensor; ``columns`` are left out.
+
+        Args:
+            dim: 0, the rows.
+            index: Numbers of the rows.
+
+        Shapes:
+            - **input:** ``index [R]`` integer
+            - **output:** ``[R, F]`` of ``[N, F]``
 
         Raises:
             ValueError: If codes or scales lie along the rows, or ``dim`` is not 0.
@@ -166,6 +187,10 @@ class QTensor:
     def to(self, device: torch.device | str | None = None, non_blocking: bool = False) -> QTensor:
         """The same on another device, as of a tensor: so :class:`torch_geometric.data.Data` moves it with the rest.
 
+        Args:
+            device: Where to; ``None`` leaves it where it is.
+            non_blocking: Whether the host may go on while pinned memory is copied.
+
         Raises:
             TypeError: If ``device`` is a type of numbers: codes stay what they are.
         """
@@ -178,7 +203,12 @@ class QTensor:
         return self.to("cpu")
 
     def cuda(self, device: torch.device | int | str | None = None, non_blocking: bool = False) -> QTensor:
-        """The same on a GPU, as of a tensor."""
+        """The same on a GPU, as of a tensor.
+
+        Args:
+            device: Which one; ``None`` for the current one.
+            non_blocking: As in :meth:`to`.
+        """
         return self._map(lambda t: t.cuda(device, non_blocking))
 
     def pin_memory(self) -> QTensor:
@@ -193,12 +223,12 @@ class QTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and zero points together, of :attr:`columns` too."""
+        """Bytes of codes, scales and zero points together, of ``columns`` too."""
         own = sum(t.nbytes for t in self.tensors if t is not None)
         return own if self.columns is None else own + self.columns.nbytes
 
     def dequantize(self) -> Tensor:
-        """The values that the codes stand for, of type :attr:`dtype`; of a large tensor part by part, unless codes lie
+        """The values that the codes stand for, of type ``dtype``; of a large tensor part by part, unless codes lie
         along its first dimension."""
         if torch.compiler.is_compiling() or not self.has_parts or self.shape.numel() <= CHUNK:
             return self._decoded()
@@ -209,7 +239,7 @@ class QTensor:
 
     @property
     def has_parts(self) -> bool:
-        """Whether :meth:`part` cuts its rows: neither codes nor scales of blocks lie along them."""
+        """Whether :meth:`part` cuts its rows, since neither codes nor scales of blocks lie along them."""
         return len(self.shape) > 1 and (self.layout is None or self.layout.dim != -len(self.layout.shape))
 
     def _decoded(self) -> Tensor:

@@ -109,7 +109,7 @@ class Grid(NamedTuple):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether elements are integers with a shared power of two: ``step`` is 1 unless the clamp decides."""
+        """Whether elements are integers with a shared power of two, so that ``step`` is 1 unless the clamp decides."""
         return (
             not self.affine
             and self.min_exponent == self.mantissa_bits

@@ -31,7 +31,10 @@ class _Row:
 
 
 class Trace:
-    """The record of a :func:`trace` block.
+    """The record of a :func:`qgnn.trace` block.
+
+    Args:
+        error: Whether errors of quantization are measured.
 
     Example:
         >>> with qgnn.trace() as t:
@@ -98,7 +101,7 @@ def trace(error: bool = True) -> Iterator[Trace]:
         error: Measure the error of each quantization (one more pass over the values).
 
     Yields:
-        A :class:`Trace`; read ``.ops`` or print it.
+        A :class:`qgnn.trace.Trace`; read ``.ops`` or print it.
     """
     record = Trace(error)
     _running.append(record)

@@ -12,7 +12,7 @@ import pytest
 
 from house import ROOT
 
-TOPS = ("qgnn", "kernels", "tests", "bench", "notebooks", ".ci")
+TOPS = ("qgnn", "kernels", "tests", "bench", "docs", "notebooks", ".ci")
 TOP_FILES = ("*.md", "*.toml", "LICENSE", "MANIFEST.in", ".pre-commit-config.yaml")
 LEFTOVERS = shutil.ignore_patterns("__pycache__", "*.egg-info", ".ipynb_checkpoints", "results")
 NOT_SHIPPED = (".md",)  # notes beside a kernel
@@ -101,7 +101,7 @@ def test_metadata_names_license_and_command(built: tuple[Path, Path, str]) -> No
         texts = {name.rpartition("/")[2]: wheel.read(name).decode() for name in wheel.namelist() if "dist-info" in name}
     assert "License-Expression: MIT AND LicenseRef-WordNet\n" in texts["METADATA"]
     assert "qgnn = qgnn.cli:main" in texts["entry_points.txt"]
-    for extra in ("test", "bench", "ogb", "optim", "notebooks", "lint", "dev"):
+    for extra in ("test", "bench", "ogb", "optim", "docs", "notebooks", "lint", "dev"):
         assert f"Provides-Extra: {extra}\n" in texts["METADATA"]
 
 

@@ -133,14 +133,16 @@ def _add_train(commands: Any) -> None:
     what.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
 
     how = parser.add_argument_group("how to train")
-    how.add_argument("--epochs", type=at_least(1), metavar="N")
+    how.add_argument("--epochs", type=at_least(1), metavar="N", help="passes over the nodes to train on")
     how.add_argument("--seeds", type=at_least(1), default=3, metavar="K", help="number of runs (default: %(default)s)")
     how.add_argument(
         "--seed", type=argument(values.SEED, int), default=0, metavar="N", help="the first seed (default: %(default)s)"
     )
     how.add_argument("--hidden", type=at_least(1), metavar="N", help="width of the hidden layers")
     how.add_argument("--layers", type=at_least(1), metavar="N", help="number of layers")
-    how.add_argument("--dropout", type=number_in(0, 1, high_open=True), metavar="P")
+    how.add_argument(
+        "--dropout", type=number_in(0, 1, high_open=True), metavar="P", help="probability of dropping a value"
+    )
     how.add_argument("--lr", type=number_in(0, 100, low_open=True), metavar="RATE", help="learning rate of Adam")
     how.add_argument("--weight-decay", type=number_in(0, 100), metavar="W", help="of the first layer")
 

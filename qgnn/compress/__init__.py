@@ -1,6 +1,6 @@
 """The compressor of activations and gradients: what a training step keeps, in a few bits a value.
 
-- :class:`compress_activations`: what autograd keeps of an eager model, with its :class:`Report` of each
+- :class:`qgnn.compress_activations`: what autograd keeps of an eager model, with its :class:`Report` of each
   :class:`SavedTensor`;
 - :class:`GradientAccumulator`: sums of the gradients of micro-batches;
 - :func:`optimal_bins`: the edges between which codes add the least variance.

@@ -117,8 +117,8 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
         metadata_dtype: Type of offsets and steps (of losses bf16 in place of fp16).
         min_size: Tensors of fewer values are kept as they are.
         exclude: What torch keeps as it is: names of functions or modules (patterns with ``*``, as the report shows
-            them), modules, predicates of the ``op``, ``module``, ``shape`` and ``dtype`` of a :class:`SavedTensor`, or
-            several of these.
+            them), modules, predicates of the ``op``, ``module``, ``shape`` and ``dtype`` of a
+            :class:`qgnn.compress.SavedTensor`, or several of these.
         redraw_dropout: Whether :func:`torch.nn.functional.dropout` draws its masks from a hash, and again in the
             backward pass, so that only a seed is kept. The masks are then others than torch's.
         budget_mib: MiB to keep for the backward passes of a block: widths are chosen tensor by tensor, from 1 to 8
@@ -238,6 +238,9 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
 
     def load_state_dict(self, state: dict[str, int | None]) -> None:
         """Go on from a :meth:`state_dict`.
+
+        Args:
+            state: As :meth:`state_dict` returned it.
 
         Raises:
             ValueError: If only one of the two has a seed of its own.

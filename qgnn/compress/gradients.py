@@ -74,7 +74,10 @@ class GradientAccumulator:
             raise ValueError("'GradientAccumulator' expects 'parameters' (got none)")
 
     def add_parameters(self, parameters: Iterable[Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-        """More parameters to accumulate the gradients of, as the constructor takes them.
+        """More parameters to accumulate the gradients of.
+
+        Args:
+            parameters: As the constructor takes them.
 
         Raises:
             TypeError: If something in ``parameters`` is no leaf tensor of floats.

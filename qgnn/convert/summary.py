@@ -88,7 +88,7 @@ def summary(model: nn.Module) -> Summary:
         model: A model or a layer, converted or not.
 
     Returns:
-        A :class:`Summary`; read ``.rows``, ``.converted``, ``.kept``, ``.left``, or print it as a table.
+        A :class:`qgnn.convert.Summary`; read ``.rows``, ``.converted``, ``.kept``, ``.left``, or print it as a table.
 
     Raises:
         TypeError: If ``model`` is no module.

@@ -97,8 +97,8 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Data:
     to each. Nodes without a label are in no mask.
 
     Args:
-        name (str): One of :func:`dataset_names`; upper and lower case, ``-`` and ``_`` do not matter.
-        root (str, optional): The folder with PyG's layout. For Cora, the raw files are looked for in
+        name: One of :func:`dataset_names`; upper and lower case, ``-`` and ``_`` do not matter.
+        root: The folder with PyG's layout. For Cora, the raw files are looked for in
             ``root/Cora/raw`` and ``root/Planetoid/Cora/raw`` (the class name comes first); downloads go to the
             second. Not used for ``wordnet``, which is embedded. (default: ``~/.cache/qgnn``)
 

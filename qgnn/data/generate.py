@@ -50,10 +50,10 @@ def synthetic(like: str = "arxiv", scale: float = 1.0, seed: int = 0) -> Data:
     generator is left as it was.
 
     Args:
-        like (str): The shape: ``"cora"``, ``"pubmed"``, ``"arxiv"``, ``"products"`` or ``"reddit"``.
-        scale (float): Factor on the numbers of nodes and edges; the average degree stays. Very small dense graphs
-            get fewer edges, at most half of all pairs. (default: :obj:`1.0`)
-        seed (int): Selects the graph. (default: :obj:`0`)
+        like: The shape: ``"cora"``, ``"pubmed"``, ``"arxiv"``, ``"products"`` or ``"reddit"``.
+        scale: Factor on the numbers of nodes and edges; the average degree stays. Very small dense graphs
+            get fewer edges, at most half of all pairs. (default: ``1.0``)
+        seed: Selects the graph. (default: ``0``)
 
     Shapes:
         - ``x``: [N, F] float32

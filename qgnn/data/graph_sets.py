@@ -35,7 +35,11 @@ class GraphSet:
     test_index: Tensor
 
     def graphs(self, split: str) -> list[Data]:
-        """The graphs of ``"train"``, ``"val"`` or ``"test"``, for a :class:`torch_geometric.loader.DataLoader`."""
+        """The graphs of one part of the split, for a :class:`torch_geometric.loader.DataLoader`.
+
+        Args:
+            split: ``"train"``, ``"val"`` or ``"test"``.
+        """
         return list(self.dataset[getattr(self, f"{split}_index")])
 
 
@@ -62,9 +66,9 @@ def load_graphs(name: str, root: str | os.PathLike[str] | None = None) -> GraphS
     to validate, a tenth to test, the rest to train.
 
     Args:
-        name (str): One of :func:`dataset_names` with ``kind="graph"``; upper and lower case, ``-`` and ``_`` do not
+        name: One of :func:`dataset_names` with ``kind="graph"``; upper and lower case, ``-`` and ``_`` do not
             matter.
-        root (str, optional): The folder with PyG's layout. For MUTAG, the raw files are looked for in
+        root: The folder with PyG's layout. For MUTAG, the raw files are looked for in
             ``root/MUTAG/raw`` and ``root/TUDataset/MUTAG/raw``; downloads go to the second.
             (default: ``~/.cache/qgnn``)
 

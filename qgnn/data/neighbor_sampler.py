@@ -66,17 +66,34 @@ class NeighborSampler(BaseSampler):
 
     @property
     def edge_permutation(self) -> None:
-        """None: edges are numbered as they were given."""
+        """``None``, since edges are numbered as they were given."""
         return
 
     def sample_from_nodes(self, inputs: NodeSamplerInput, **_: Any) -> SamplerOutput:
-        """What PyG's node loaders call."""
+        """What PyG's node loaders call.
+
+        Args:
+            inputs: Seeds.
+
+        Raises:
+            ValueError: If a seed is no node.
+            NotImplementedError: If seeds have times.
+        """
         return node_sample(inputs, self._sample)
 
     def sample_from_edges(
         self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None
     ) -> SamplerOutput:
-        """What PyG's link loaders call."""
+        """What PyG's link loaders call.
+
+        Args:
+            inputs: Seed edges.
+            neg_sampling: How edges that are not there are drawn; ``None`` for none.
+
+        Raises:
+            ValueError: If an end of a seed edge is no node.
+            NotImplementedError: If seeds have times.
+        """
         return edge_sample(inputs, self._sample, self.num_nodes, False, None, neg_sampling)
 
     def _sample(self, seeds: Tensor, time: Tensor | None = None) -> SamplerOutput:

@@ -75,6 +75,9 @@ class Int8State:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a :meth:`state_dict`.
 
+        Args:
+            state: As :meth:`state_dict` of the process of this rank returned it.
+
         Raises:
             ValueError: If it is one of other arguments.
         """
@@ -123,6 +126,9 @@ def fp32_hook(process_group: dist.ProcessGroup | None, bucket: dist.GradBucket) 
     Args:
         process_group: The processes of the model; ``None`` for all.
         bucket: Some of its gradients.
+
+    Raises:
+        NotImplementedError: If gradients are sparse.
 
     Example:
         >>> model.register_comm_hook(None, fp32_hook)

@@ -184,7 +184,16 @@ class PartitionedGraph(HaloGraph):
         return graph
 
     def exchange(self, x: Tensor | QTensor, *, exact: bool = False) -> Callable[[], Tensor]:
-        """Send rows of own nodes to where they are part of the halo, and wait for those of this one's."""
+        """Send rows of own nodes to where they are part of the halo, and get ready to receive this process's halo.
+
+        Args:
+            x: A row for each own node; a :class:`qgnn.QTensor` is sent as the codes that it has.
+            exact: Send rows as they are.
+
+        Shapes:
+            - **input:** ``[N, F]``, the same ``F`` in all processes
+            - **output:** a function that waits, and returns the rows of the halo ``[H, F]``
+        """
         return self._exchange.start(x, exact)
 
     @property
@@ -203,7 +212,11 @@ class PartitionedGraph(HaloGraph):
         return self._exchange.count
 
     def to(self, device: torch.device | str) -> PartitionedGraph:
-        """The graph on another device, which counts anew."""
+        """The graph on another device, which counts anew.
+
+        Args:
+            device: Where to.
+        """
         graph = super().to(device)
         graph.nodes, graph.halo_nodes = self.nodes.to(device), self.halo_nodes.to(device)
         graph._exchange = self._exchange.to(device)

@@ -37,7 +37,7 @@ class Format(ABC):
 
     @property
     def memory_density(self) -> float:
-        """Values in the bytes of one fp32 number: ``32 / bits_per_value``."""
+        """Values in the bytes of one fp32 number, ``32 / bits_per_value``."""
         return 32 / self.bits_per_value
 
     @property
@@ -131,6 +131,9 @@ class Format(ABC):
     def with_bits(self, bits: int) -> Format:
         """The same format with codes of another width.
 
+        Args:
+            bits: The width.
+
         Raises:
             ValueError: If there is no such format.
         """
@@ -140,7 +143,11 @@ class Format(ABC):
         """The name that :func:`qgnn.formats.parse` takes."""
 
     def decode(self, q: QTensor) -> Tensor:
-        """The values that the codes stand for, in the type that was encoded."""
+        """The values that the codes stand for, in the type that was encoded.
+
+        Args:
+            q: As :meth:`encode` returns it.
+        """
         return q.dequantize()
 
     def quantize(self, x: Tensor, dim: int | None = -1, seed: int | Tensor | None = None) -> Tensor:

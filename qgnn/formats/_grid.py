@@ -101,7 +101,18 @@ class GridFormat(Format):
         return shared_scale(exponent, self.grid.fraction_bits)
 
     def quantize(self, x: Tensor, dim: int | None = -1, seed: int | Tensor | None = None) -> Tensor:
-        """Fake quantization in one pass over the values; see :meth:`Format.quantize`."""
+        """Fake quantization in one pass over the values.
+
+        Args:
+            x: As in :meth:`Format.quantize`.
+            dim: As in :meth:`Format.encode`.
+            seed: As in :meth:`Format.encode`.
+
+        Raises:
+            TypeError: As :meth:`Format.quantize`.
+            ValueError: As :meth:`Format.quantize`.
+            IndexError: As :meth:`Format.quantize`.
+        """
         moved, rows = self._rows("quantize", x, dim)
         key = None if seed is None else make_seed(seed, x.device)
         rounded = ops.quantize_dequantize(_at_most_fp32(rows), key, 0, *self.grid).view(moved.shape).to(x.dtype)

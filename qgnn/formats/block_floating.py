@@ -52,7 +52,7 @@ class MSFP(GridFormat):
 
     @property
     def bits(self) -> int:
-        """Width of a code: sign and magnitude."""
+        """Width of a code, sign and magnitude."""
         return 1 + self.mantissa_bits
 
     @property
@@ -73,6 +73,9 @@ class MSFP(GridFormat):
 
     def with_bits(self, bits: int) -> MSFP:
         """Codes of another width, sign included: MSFP with ``bits - 1`` bits of magnitude.
+
+        Args:
+            bits: The width.
 
         Raises:
             ValueError: If ``bits`` is outside 2 to 8.

@@ -74,13 +74,21 @@ class Blocks:
             )
 
     def columns(self, num_columns: int) -> int:
-        """Columns R' that a matrix of ``num_columns`` is projected to; 0 for no projection."""
+        """Columns R' that a matrix is projected to; 0 for no projection.
+
+        Args:
+            num_columns: Columns F of the matrix.
+        """
         if self.projection is None or num_columns < 2:
             return 0
         return min(max(1, round(num_columns / self.projection)), 65535)
 
     def num_bytes(self, num_values: int) -> int:
-        """Bytes of so many coded values, where the block's length is given."""
+        """Bytes of coded values, offsets and steps included, where the block's length is given.
+
+        Args:
+            num_values: Number of the values that are coded: of a projection those behind it.
+        """
         assert self.block_size is not None
         num_blocks = -(-num_values // self.block_size)
         return num_blocks * (self.block_size * self.bits // 8 + 2 * self.metadata_dtype.itemsize)

@@ -74,7 +74,14 @@ class FixedPoint(GridFormat):
         return 7.7 if self.bits == 8 else None
 
     def with_bits(self, bits: int) -> FixedPoint:
-        """Fixed point of another width."""
+        """Fixed point of another width.
+
+        Args:
+            bits: The width.
+
+        Raises:
+            ValueError: If it is outside 2 to 16.
+        """
         return replace(self, bits=bits)
 
     def __str__(self) -> str:

@@ -81,6 +81,9 @@ class Float8(Format):
     def with_bits(self, bits: int) -> Float8:
         """The format itself, for its own width.
 
+        Args:
+            bits: Its width.
+
         Raises:
             ValueError: For any other width.
         """

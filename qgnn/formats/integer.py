@@ -92,7 +92,14 @@ class Int(Format):
         return codes, scale, low
 
     def with_bits(self, bits: int) -> Int:
-        """Integers of another width."""
+        """Integers of another width.
+
+        Args:
+            bits: The width.
+
+        Raises:
+            ValueError: If it is outside 2 to 8.
+        """
         return replace(self, bits=bits)
 
     def __str__(self) -> str:

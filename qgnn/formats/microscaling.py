@@ -24,6 +24,9 @@ class _Microscaling(GridFormat):
     def with_bits(self: _Self, bits: int) -> _Self:
         """The format itself, for its own width.
 
+        Args:
+            bits: Its width.
+
         Raises:
             ValueError: For any other width.
         """

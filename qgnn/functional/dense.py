@@ -92,7 +92,21 @@ def quantize(
 
 
 def dequantize(q: QTensor) -> Tensor:
-    """The values that the codes of ``q`` stand for."""
+    """The values that codes stand for, ``x = codes * scale (+ zero)``.
+
+    Args:
+        q: As :func:`quantize` and formats return it.
+
+    Shapes:
+        - **output:** that of the values, in the type that was quantized
+
+    Raises:
+        TypeError: If ``q`` is no :class:`qgnn.QTensor`.
+
+    Example:
+        >>> x = torch.randn(5, 16)
+        >>> x_hat = qgnn.functional.dequantize(qgnn.functional.quantize(x))
+    """
     if not isinstance(q, QTensor):
         raise TypeError(f"'dequantize' expects a QTensor (got {type(q).__name__})")
     return q.dequantize()

@@ -42,11 +42,12 @@ def select_bits(
 
     Args:
         x: Values.
-        threshold: The largest error allowed, 0.3 in the paper.
-        fmt: The format, whose own width does not matter, or a function of the width that makes it.
+        threshold: The largest error allowed. (default: 0.3, as in the paper)
+        fmt: The format, whose own width does not matter, or a function of the width that makes it. (default:
+            symmetric integers)
         dim: Along which dimension values share a scale; ``None``: all of the tensor.
         form: That of :func:`error_x`.
-        widths: Widths to choose from.
+        widths: Widths to choose from. (default: 2 to 8)
         seed: A seed for stochastic rounding; ``None`` rounds to nearest.
 
     Returns:
@@ -106,7 +107,7 @@ def select_bits_per_layer(
     Args:
         model: A model with layers of :mod:`qgnn.nn`.
         batches: What the model is called with, of which the first ``num_batches`` are used.
-        threshold: The largest error allowed.
+        threshold: The largest error allowed. (default: 0.3)
         fmt: As in :func:`select_bits`; ``None``: the formats of each layer's own config. Components in full precision
             are then left out.
         forward: ``forward(model, batch)`` calls the model; ``None``: ``model(batch.x, batch.edge_index)``.

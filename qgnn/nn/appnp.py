@@ -72,7 +72,13 @@ class QAPPNP(PropagationConv, APPNP):
         self.configure(config, epilogue)
 
     def forward(self, x: Tensor | QTensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
-        """Propagate ``x`` over ``K`` steps."""
+        """Propagate ``x`` over ``K`` steps.
+
+        Args:
+            x: Node features, as above.
+            edge_index: Edges, as above.
+            edge_weight: One weight an edge; ``None`` for ones.
+        """
         reduce, config = self.reduce, self.active
         if reduce is None or self.needs_messages():
             return self.messages(x, edge_index, edge_weight)

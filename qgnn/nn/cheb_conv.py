@@ -86,7 +86,15 @@ class QChebConv(PropagationConv, ChebConv):
         batch: Tensor | None = None,
         lambda_max: Tensor | float | None = None,
     ) -> Tensor:
-        """Filter ``x`` on the graph."""
+        """Filter ``x`` on the graph.
+
+        Args:
+            x: Node features, as above.
+            edge_index: Edges, as above.
+            edge_weight: One weight an edge; ``None`` for ones.
+            batch: Graph of each node, ``[N]``, where each has a ``lambda_max`` of its own.
+            lambda_max: The largest eigenvalue of the Laplacian, or one a graph; ``None`` takes twice its largest entry.
+        """
         if self.reduce is None or self.needs_messages(*self.lins):
             return self.messages(x, edge_index, edge_weight, batch, lambda_max)
         self.check_rows(x)

@@ -50,7 +50,11 @@ class Epilogue:
         return True
 
     def drops(self, training: bool) -> float:
-        """Probability that an element is dropped in this call of a layer that is in training mode or not."""
+        """Probability that an element is dropped in this call of a layer.
+
+        Args:
+            training: Whether the layer is in training mode.
+        """
         return self.dropout if training else 0
 
 

@@ -112,7 +112,16 @@ class QGATConv(AttentionConv, GATConv):
         size: tuple[int, int] | None = None,
         return_attention_weights: bool | None = None,
     ) -> Any:
-        """Attend from each target of ``edge_index`` to its sources."""
+        """Attend from each target of ``edge_index`` to its sources.
+
+        Args:
+            x: Node features, or a pair of those of sources and targets, as above.
+            edge_index: Edges, as above.
+            edge_attr: Features of edges, ``[E, edge_dim]``.
+            size: Numbers of sources and targets, ``(S, T)``; ``None`` takes them from ``x``.
+            return_attention_weights: Whether to return ``(out, (edge_index, alpha))``, with ``alpha [E, H]`` of all
+                edges that attention runs over, added self-loops included.
+        """
         edge_attr = self.checked_attr(edge_attr)
         if self.takes_messages:
             return self.messages(x, edge_index, edge_attr, size, return_attention_weights)

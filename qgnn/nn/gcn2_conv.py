@@ -80,7 +80,14 @@ class QGCN2Conv(PropagationConv, GCN2Conv):
     def forward(
         self, x: Tensor | QTensor, x_0: Tensor | QTensor, edge_index: Any, edge_weight: Tensor | None = None
     ) -> Tensor:
-        """Convolve ``x`` over the graph and mix ``x_0`` in."""
+        """Convolve ``x`` over the graph and mix ``x_0`` in.
+
+        Args:
+            x: Node features, as above.
+            x_0: The initial features, as above.
+            edge_index: Edges, as above.
+            edge_weight: One weight an edge; ``None`` for ones.
+        """
         reduce, config = self.reduce, self.active
         if reduce is None or self.needs_messages():
             return self.messages(x, x_0, edge_index, edge_weight)

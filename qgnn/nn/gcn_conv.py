@@ -77,7 +77,13 @@ class QGCNConv(PropagationConv, GCNConv):
         self.configure(config, epilogue)
 
     def forward(self, x: Tensor | QTensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
-        """Convolve ``x`` over the graph."""
+        """Convolve ``x`` over the graph.
+
+        Args:
+            x: Node features, as above.
+            edge_index: Edges, as above.
+            edge_weight: One weight an edge; ``None`` for ones.
+        """
         reduce, config = self.reduce, self.active
         if reduce is None or self.needs_messages(self.lin):
             return self.messages(x, edge_index, edge_weight)

@@ -73,7 +73,13 @@ class QGINConv(NeighborConv, GINConv):
         edge_index: Any,
         size: tuple[int | None, int | None] | None = None,
     ) -> Tensor:
-        """Convolve ``x`` over the graph."""
+        """Convolve ``x`` over the graph.
+
+        Args:
+            x: Node features, or a pair of those of sources and targets, as above.
+            edge_index: Edges, as above.
+            size: Numbers of sources and targets, ``(S, T)``; ``None`` takes them from ``x``.
+        """
         if self.takes_messages(x):
             return self.messages(x, edge_index, size)
         source, target, graph = self.ends(x, edge_index, size)

@@ -78,7 +78,14 @@ class QGINEConv(NeighborConv, GINEConv):
         edge_attr: Tensor | None = None,
         size: tuple[int | None, int | None] | None = None,
     ) -> Tensor:
-        """Convolve ``x`` over the graph."""
+        """Convolve ``x`` over the graph.
+
+        Args:
+            x: Node features, or a pair of those of sources and targets, as above.
+            edge_index: Edges, as above.
+            edge_attr: Features of edges, ``[E, D]``; ``None`` where they are the values of a sparse matrix.
+            size: Numbers of sources and targets, ``(S, T)``; ``None`` takes them from ``x``.
+        """
         if self.takes_messages(x, *(() if self.lin is None else (self.lin,))):
             return self.messages(x, edge_index, edge_attr, size)
         edge_index, edge_attr = _with_values(edge_index, edge_attr)

@@ -72,7 +72,14 @@ class QGraphConv(NeighborConv, GraphConv):
         edge_weight: Tensor | None = None,
         size: tuple[int | None, int | None] | None = None,
     ) -> Tensor:
-        """Convolve ``x`` over the graph."""
+        """Convolve ``x`` over the graph.
+
+        Args:
+            x: Node features, or a pair of those of sources and targets, as above.
+            edge_index: Edges, as above.
+            edge_weight: One weight an edge; ``None`` for ones.
+            size: Numbers of sources and targets, ``(S, T)``; ``None`` takes them from ``x``.
+        """
         if self.takes_messages(x, self.lin_rel, self.lin_root):
             return self.messages(x, edge_index, edge_weight, size)
         ends = self.ends(x, edge_index, size, edge_weight)

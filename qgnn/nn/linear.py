@@ -22,7 +22,11 @@ class _Product(Quantized):
     bias: Any
 
     def forward(self, x: Tensor | QTensor) -> Tensor:
-        """Multiply ``x`` with the weight."""
+        """Multiply ``x`` with the weight.
+
+        Args:
+            x: Rows, as above.
+        """
         config = self.active
         out = functional.linear(operand(x, config), self.weight, self.bias, config=config, **self.in_kernel())
         return self.behind_kernel(out)

@@ -112,7 +112,13 @@ class QRGCNConv(PropagationConv, RGCNConv):
         return f"{' and '.join(exact)} run in full precision" if exact else None
 
     def forward(self, x: Any, edge_index: Any, edge_type: Tensor | None = None) -> Tensor:
-        """Convolve ``x`` over the edges of each relation."""
+        """Convolve ``x`` over the edges of each relation.
+
+        Args:
+            x: Node features, a pair of those of sources and targets, node numbers or ``None``, as above.
+            edge_index: Edges, as above.
+            edge_type: Relation of each edge, ``[E]``; ``None`` where a sparse matrix holds it.
+        """
         x_l, x_r = x if isinstance(x, (tuple, list)) else (x, x)
         reduce, config = self.reduce, self.active
         if reduce is None or self.needs_messages() or not (_is_features(x_l) and _is_features(x_r)):

@@ -85,7 +85,13 @@ class QSAGEConv(NeighborConv, SAGEConv):
         edge_index: Any,
         size: tuple[int | None, int | None] | None = None,
     ) -> Tensor:
-        """Convolve ``x`` over the graph."""
+        """Convolve ``x`` over the graph.
+
+        Args:
+            x: Node features, or a pair of those of sources and targets, as above.
+            edge_index: Edges, as above.
+            size: Numbers of sources and targets, ``(S, T)``; ``None`` takes them from ``x``.
+        """
         linears = (self.lin_l, *((self.lin_r,) if self.root_weight else ()), *((self.lin,) if self.project else ()))
         if self.takes_messages(x, *linears):
             return self.messages(x, edge_index, size)

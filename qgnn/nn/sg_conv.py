@@ -76,7 +76,13 @@ class QSGConv(PropagationConv, SGConv):
         self.configure(config, epilogue)
 
     def forward(self, x: Tensor | QTensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
-        """Aggregate ``x`` over ``K`` hops of the graph, then multiply it with the weight."""
+        """Aggregate ``x`` over ``K`` hops of the graph, then multiply it with the weight.
+
+        Args:
+            x: Node features, as above.
+            edge_index: Edges, as above.
+            edge_weight: One weight an edge; ``None`` for ones.
+        """
         if self.reduce is None or self.needs_messages(self.lin):
             return self.messages(x, edge_index, edge_weight)
         self.check_rows(x)

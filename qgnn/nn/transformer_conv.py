@@ -93,7 +93,14 @@ class QTransformerConv(AttentionConv, TransformerConv):
         edge_attr: Tensor | None = None,
         return_attention_weights: bool | None = None,
     ) -> Any:
-        """Attend from each target of ``edge_index`` to its sources."""
+        """Attend from each target of ``edge_index`` to its sources.
+
+        Args:
+            x: Node features, or a pair of those of sources and targets, as above.
+            edge_index: Edges, as above.
+            edge_attr: Features of edges, ``[E, edge_dim]``.
+            return_attention_weights: Whether to return ``(out, (edge_index, alpha))``, with ``alpha [E, H]``.
+        """
         edge_attr = self.checked_attr(edge_attr)
         if self.takes_messages:
             return self.messages(x, edge_index, edge_attr, return_attention_weights)

@@ -23,7 +23,7 @@ EDGES = {"edges": "packed_bits"}
 
 
 class Packed(NamedTuple):
-    """The arguments of :data:`SCHEMA`; without any, there are no packed rows."""
+    """Packed rows as operators take them; without any tensors there are none."""
 
     packed: Tensor | None = None
     low: Tensor | None = None

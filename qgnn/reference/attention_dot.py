@@ -99,6 +99,27 @@ def attention_dot_backward(
     """Gradients of the rows of :func:`attention_dot`; ``grad`` is rounded as in :func:`attention_backward`, and every
     gradient is made of the rounded rows.
 
+    Args:
+        indptr: First edge of each target row.
+        index: Source row of each edge.
+        indptr_t: First edge of each source row, in the transposed graph.
+        index_t: Target row of each edge of the transposed graph.
+        order_t: Where each edge of the transposed graph stands in the graph.
+        query: As given to :func:`attention_dot`.
+        key: As given to :func:`attention_dot`.
+        value: As given to :func:`attention_dot`.
+        lse: ``L``, as it returned it.
+        grad: Gradient of ``out``.
+        query_scale: As given to :func:`attention_dot`.
+        key_scale: As given to :func:`attention_dot`.
+        value_scale: As given to :func:`attention_dot`.
+        edge_x: As given to :func:`attention_dot`.
+        dropout: As given to :func:`attention_dot`.
+        grad_bits: As in :func:`attention_backward`.
+        seed: As in :func:`attention_backward`.
+        stream: As in :func:`attention_backward`.
+        needs_dedge: Whether ``edge_x`` has a gradient, which is made only then.
+
     Shapes:
         - **output:** of ``query``, ``key``, ``value`` and ``edge_x``, of their shapes: three of the type of ``grad``,
           the last fp32 (float64 for float64 rows)

@@ -97,6 +97,27 @@ def attention_gatv2_backward(
     """Gradients of the rows and of ``att`` of :func:`attention_gatv2`; ``grad`` is rounded as in
     :func:`attention_backward`, and every gradient is made of the rounded rows.
 
+    Args:
+        indptr: First edge of each target row.
+        index: Source row of each edge.
+        indptr_t: First edge of each source row, in the transposed graph.
+        index_t: Target row of each edge of the transposed graph.
+        order_t: Where each edge of the transposed graph stands in the graph.
+        x_target: As given to :func:`attention_gatv2`.
+        x_source: As given to :func:`attention_gatv2`.
+        att: As given to :func:`attention_gatv2`.
+        lse: ``L``, as it returned it.
+        grad: Gradient of ``out``.
+        target_scale: As given to :func:`attention_gatv2`.
+        source_scale: As given to :func:`attention_gatv2`.
+        edge_x: As given to :func:`attention_gatv2`.
+        negative_slope: As given to :func:`attention_gatv2`.
+        dropout: As given to :func:`attention_gatv2`.
+        grad_bits: As in :func:`attention_backward`.
+        seed: As in :func:`attention_backward`.
+        stream: As in :func:`attention_backward`.
+        needs_dedge: Whether ``edge_x`` has a gradient, which is made only then.
+
     Shapes:
         - **output:** of ``x_target``, ``x_source``, ``att`` and ``edge_x``, of their shapes: the first two of the type
           of ``grad``, the third of ``att``'s, the last fp32 (float64 for float64 rows)

@@ -124,7 +124,8 @@ def blocks_pack(
     involved, and edges 0, 1, 2, ... give the codes of bins of one width.
 
     With a ``projection`` to R' columns, the values are those of the matrix ``(x S) R / sqrt(R')`` in fp32, ``[N, R']``,
-    with signs ``R`` (:func:`projection_signs`) and a row's own signs ``S`` (:func:`row_signs`), which no one stores.
+    with signs ``R`` (:func:`~qgnn.reference.blocks.projection_signs`) and a row's own signs ``S``
+    (:func:`~qgnn.reference.blocks.row_signs`), which no one stores.
     Without ``S`` the errors ``x (R R^T / R' - 1)`` of all rows would be of one matrix, and would not average out in a
     sum over rows, such as the gradient of a weight. Backends add the sums in orders of their own.
 
@@ -216,11 +217,16 @@ def blocks_unpack(
     signs and rounding is the matrix that was packed.
 
     Args:
-        packed: Bytes, ``low`` and ``step``: the blocks.
+        packed: Bytes of the blocks.
+        low: Their offsets.
+        step: Their steps.
         bits: Width of a code.
         size: Number of the packed values; with a projection ``N R'``.
         dtype: Type of the result.
-        edges: As the blocks were packed with, like what follows.
+        edges: As the blocks were packed with.
+        projection: As the blocks were packed with.
+        projection_seed: As the blocks were packed with.
+        projection_stream: As the blocks were packed with.
         num_columns: With a projection, the columns F of the matrix that was packed.
         first_row: With a projection, which row of that matrix the first one is.
 

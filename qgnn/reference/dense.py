@@ -134,6 +134,15 @@ def matmul(
     """``y = x w^T + bias`` from int8 operands, and what follows it; the integer sum is exact, scales, bias and
     activation are applied in fp32.
 
+    Args:
+        x_q: Codes of ``x``.
+        x_scale: Scales of its rows, or one.
+        w_q: Codes of ``w``.
+        w_scale: Scales of its rows.
+        bias: Added to each row.
+        out_dtype: Type of the result.
+        activation: ReLU and dropout, applied last.
+
     Shapes:
         - **input:** ``x_q [N, K]``, ``x_scale [N]`` or ``[1]``, ``w_q [M, K]``, ``w_scale [M]``, ``bias [M]``
         - **output:** ``[N, M]`` of ``out_dtype``
@@ -159,6 +168,15 @@ def matmul_requantize(
     stream: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """``x w^T`` from int8 operands, rounded to int8 rows again. The row scale of ``x`` does not enter the codes.
+
+    Args:
+        x_q: Codes of ``x``.
+        x_scale: Scales of its rows, or one.
+        w_q: Codes of ``w``.
+        w_scale: Scales of its rows.
+        bits: Width of a code, 2 to 8.
+        seed: Seed of the stochastic rounding, or ``None`` to round to nearest.
+        stream: Number of the seed's stream.
 
     Shapes:
         - **input:** as :func:`matmul`
@@ -191,6 +209,17 @@ def quantize_matmul(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`quantize` with a scale a row, then :func:`matmul` with the codes.
 
+    Args:
+        x: Values.
+        w_q: Codes of ``w``.
+        w_scale: Scales of its rows.
+        bias: Added to each row.
+        bits: Width of a code, 2 to 8.
+        seed: Seed of the stochastic rounding, or ``None`` to round to nearest.
+        stream: Number of the seed's stream.
+        out_dtype: Type of the result.
+        activation: ReLU and dropout, applied last.
+
     Shapes:
         - **input:** ``x [N, K]`` float, ``w_q [M, K]``, ``w_scale [M]``, ``bias [M]``
         - **output:** ``y [N, M]`` of ``out_dtype``; codes int8 ``[N, K]`` and scale fp32 ``[N]`` of ``x``
@@ -213,6 +242,15 @@ def quantize_matmul_requantize(
     """:func:`quantize` with a scale a row, then :func:`matmul_requantize`, whose rounding has the stream
     ``hidden_stream``.
 
+    Args:
+        x: Values.
+        w_q: Codes of ``w``.
+        w_scale: Scales of its rows.
+        bits: Width of a code, 2 to 8.
+        seed: Seed of the stochastic rounding, or ``None`` to round to nearest.
+        stream: Number of the seed's stream.
+        hidden_stream: Number of the stream that the product is rounded with.
+
     Shapes:
         - **input:** ``x [N, K]`` float, ``w_q [M, K]``, ``w_scale [M]``
         - **output:** codes int8 ``[N, M]`` and scale fp32 ``[N]`` of the product; codes int8 ``[N, K]`` and scale fp32
@@ -225,6 +263,12 @@ def quantize_matmul_requantize(
 
 def matmul_dw(g_q: Tensor, g_scale: Tensor, x_q: Tensor, x_scale: Tensor) -> Tensor:
     """``dW = g^T x``, contracted over rows: both row scales are folded into ``g``, sums are fp32.
+
+    Args:
+        g_q: Codes of the gradient.
+        g_scale: Scales of its rows, or one.
+        x_q: Codes of ``x``.
+        x_scale: Scales of its rows, or one.
 
     Shapes:
         - **input:** ``g_q [N, M]``, ``g_scale [N]`` or ``[1]``, ``x_q [N, K]``, ``x_scale [N]`` or ``[1]``

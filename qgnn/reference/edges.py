@@ -91,6 +91,10 @@ def softmax(indptr: Tensor, scores: Tensor) -> Tensor:
     largest score. As in :func:`torch.softmax`, a score of -inf gives 0, and a head of a row that has a NaN, an inf or
     nothing but -inf gives NaN.
 
+    Args:
+        indptr: First edge of each row.
+        scores: One score an edge and head.
+
     Shapes:
         - **input:** ``indptr [N + 1]``, ``scores [E, H]``, the edges in CSR order
         - **output:** ``[E, H]``, of the type of ``scores``; computed in fp32 (float64 for float64 scores)
@@ -106,6 +110,11 @@ def softmax(indptr: Tensor, scores: Tensor) -> Tensor:
 
 def softmax_backward(indptr: Tensor, out: Tensor, grad: Tensor) -> Tensor:
     """Gradient of the scores of :func:`softmax`: ``out[e] * (grad[e] - sum_k out[k] grad[k])``, ``k`` over the row.
+
+    Args:
+        indptr: First edge of each row.
+        out: Result of :func:`softmax`.
+        grad: Gradient of the result.
 
     Shapes:
         - **input:** ``indptr [N + 1]``, ``out [E, H]``, ``grad [E, H]``

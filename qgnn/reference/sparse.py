@@ -110,7 +110,19 @@ def spmm_requantize(
 ) -> tuple[Tensor, Tensor]:
     """:func:`spmm` with the result rounded to int8 rows.
 
+    Args:
+        indptr: As in :func:`spmm`.
+        index: As in :func:`spmm`.
+        x: As in :func:`spmm`.
+        weight: As in :func:`spmm`.
+        x_scale: As in :func:`spmm`.
+        row_factor: As in :func:`spmm`.
+        bits: Width of a code, 2 to 8.
+        seed: Seed of the stochastic rounding, or ``None`` to round to nearest.
+        stream: Number of the seed's stream.
+
     Shapes:
+        - **input:** as :func:`spmm`
         - **output:** codes int8 ``[N, F]``, scale fp32 ``[N]``
     """
     rows = spmm(indptr, index, x, weight=weight, x_scale=x_scale, row_factor=row_factor, out_dtype=torch.float32)
@@ -195,6 +207,13 @@ def spmm_extremum_dweight(
     """Gradient of the weights of :func:`spmm_extremum`.
 
     For each edge, the sum of ``grad * x_scale * x`` over the elements of the result that come from it.
+
+    Args:
+        index: Source row of each edge.
+        grad: Gradient of the result.
+        arg: Edge of each element of the result; -1 for none.
+        x: int8 codes or float rows.
+        x_scale: One scale a source row; required for codes.
 
     Shapes:
         - **input:** ``index [E]``, ``grad [N, F]``, ``arg [N, F]``, ``x [S, F]``, ``x_scale [S]`` or ``[1]``

@@ -79,6 +79,9 @@ class Schedule(ABC):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a :meth:`state_dict`, arguments of the constructor included, and set the current width.
 
+        Args:
+            state_dict: As :meth:`state_dict` returned it.
+
         Raises:
             ValueError: If it is the state of another class, or the target does not have its width.
         """
