@@ -27,6 +27,7 @@ extensions = [
 ]
 exclude_patterns = ["extensions"]
 nitpicky = True
+smartquotes = False  # options begin with two dashes
 # Names of other packages stay text, as their inventories would have to be fetched.
 nitpick_ignore_regex = [
     ("py:.*", r"(abc|collections|contextlib|os|pathlib|torch|torch_geometric|torch_sparse|typing)\..*"),

@@ -8,6 +8,8 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+_WIDTH = 88
+
 
 def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     groups = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
@@ -15,7 +17,9 @@ def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 
 def _usage(parser: argparse.ArgumentParser) -> list[str]:
-    return [".. code-block:: text", "", *(f"   {line}" for line in parser.format_usage().splitlines()), ""]
+    formatter = parser.formatter_class(prog=parser.prog, width=_WIDTH)  # whatever the terminal's
+    formatter.add_usage(parser.usage, parser._actions, parser._mutually_exclusive_groups)
+    return [".. code-block:: text", "", *(f"   {line}" for line in formatter.format_help().splitlines()), ""]
 
 
 def _option(parser: argparse.ArgumentParser, action: argparse.Action) -> list[str]:
@@ -34,9 +38,12 @@ def _literal(text: str) -> str:
 def lines(parser: argparse.ArgumentParser) -> list[str]:
     """reStructuredText of a parser: usage and options, then those of its commands."""
     text = [f".. program:: {parser.prog}", "", _literal(parser.description or ""), "", *_usage(parser)]
-    for action in parser._actions:
-        if not isinstance(action, argparse._SubParsersAction):
-            text += _option(parser, action)
+    for group in parser._action_groups:
+        actions = [action for action in group._group_actions if not isinstance(action, argparse._SubParsersAction)]
+        if actions:
+            text += [f".. rubric:: {str(group.title).capitalize()}", "", _literal(group.description or ""), ""]
+            text += [line for action in actions for line in _option(parser, action)]
+    text += [_literal(parser.epilog or ""), ""]
     for name, command in _subparsers(parser).items():
         title = f"{parser.prog} {name}"
         text += ["", title, "-" * len(title), "", *lines(command)]
