@@ -76,7 +76,7 @@ class NeighborSampler(BaseSampler):
             inputs: Seeds.
 
         Raises:
-            ValueError: If a seed is no node.
+            IndexError: If a seed is no node.
             NotImplementedError: If seeds have times.
         """
         return node_sample(inputs, self._sample)
@@ -91,7 +91,7 @@ class NeighborSampler(BaseSampler):
             neg_sampling: How edges that are not there are drawn; ``None`` for none.
 
         Raises:
-            ValueError: If an end of a seed edge is no node.
+            IndexError: If an end of a seed edge is no node.
             NotImplementedError: If seeds have times.
         """
         return edge_sample(inputs, self._sample, self.num_nodes, False, None, neg_sampling)
