@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 
 import qgnn
-from house import ROOT
+from house import PRIMITIVES, ROOT
 from qgnn.cli.args import build_parser
 
 DOCS = ROOT / "docs"
 # Modules whose names are not for users: the command, which has options for names, the device code, and the operators
 # behind qgnn.functional.
 INTERNAL = ("qgnn.__main__", "qgnn.cli", "qgnn.kernels", "qgnn.ops")
+
+SECTIONS = ["What it computes", "Numerics", "Cost", "Shapes", "Backends", "Bad input", "Source", "Definition"]
 
 _DIRECTIVE = re.compile(r"^\.\. (currentmodule|auto\w+):: (\S+)$")
 _NAME = re.compile(r"`~?(qgnn(?:\.\w+)+)")
@@ -111,6 +113,15 @@ def broken_includes(docs: Path) -> list[str]:
     return [f"{page}: {marker}" for page, marker in found if readme.count(marker.strip('"')) != 1]
 
 
+def incomplete_primitives(docs: Path) -> list[str]:
+    """Pages of primitives without all sections, in this order."""
+    headings = {
+        name: re.findall(r"^## (.+)$", pages(docs).get(f"primitives/{name}.md", ""), re.MULTILINE)
+        for name in PRIMITIVES
+    }
+    return [f"primitives/{name}.md: {found}" for name, found in headings.items() if found != SECTIONS]
+
+
 def told_of(doc: str) -> set[str]:
     """The parameters that a docstring tells of."""
     section = re.search(r"^Args:\n((?: .*\n?|\n)+)", doc, re.MULTILINE)
@@ -158,6 +169,10 @@ def test_pages_include_parts_of_readme_that_exist() -> None:
     assert broken_includes(DOCS) == []
 
 
+def test_every_primitive_has_a_page_with_all_sections() -> None:
+    assert incomplete_primitives(DOCS) == []
+
+
 def test_public_docstrings_tell_of_every_parameter() -> None:
     functions = documented_functions()
     assert {"qgnn.functional.spmm", "qgnn.Graph.update", "qgnn.nn.QGCNConv.forward"} <= functions.keys()
@@ -192,6 +207,9 @@ def test_page_of_the_command_has_every_option() -> None:
         assert re.search(rf"^\.\. option:: .*{re.escape(option)}\b", text, re.MULTILINE), name
 
 
+WITHOUT_COST = [section for section in SECTIONS if section != "Cost"]
+
+
 @pytest.mark.parametrize(
     ("page", "old", "new", "check", "found"),
     [
@@ -200,6 +218,7 @@ def test_page_of_the_command_has_every_option() -> None:
         ("api/layers.rst", ":: QLinear", ":: QLinaer", strangers, "api/layers.rst: qgnn.nn.QLinaer"),
         ("index.md", "# qgnn\n", "# qgnn\n`qgnn.functional.spm(x)`\n", strangers, "index.md: qgnn.functional.spm"),
         ("index.md", "# qgnn\n", "# qgnn\n`kernels/cpu/spm.c`\n", strangers, "index.md: kernels/cpu/spm.c"),
+        ("primitives/spmm.md", "## Cost\n", "", incomplete_primitives, f"primitives/spmm.md: {WITHOUT_COST}"),
         ("guide.md", 'after: "## Use it"', 'after: "## Use"', broken_includes, 'guide.md: "## Use"'),
     ],
 )
