@@ -1,4 +1,4 @@
-"""The pages' tables of the compressor of activations, made of records: bytes, the gradient's variance, block lengths."""
+"""Tables of the compressor of activations, made of records: bytes, the gradient's variance, block lengths."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The pages' tables of number formats, made of records: memory of a step, speed of rounding and of products, and whether
+"""Tables of number formats, made of records: memory of a step, speed of rounding and of products, and whether
 an error of operands tells what becomes of the accuracy."""
 
 import re

@@ -1,4 +1,4 @@
-"""One line a case, made of records alone: ours against the best rival; README's tables and the plots show these."""
+"""One line a case, made of records alone: ours against the best rival; the tables of pages and the plots show these."""
 
 import re
 import shlex
@@ -31,7 +31,7 @@ AGAINST_NOTE = (
 )
 AGAINST = ("case", "pass", "provider", "ms", "against", "ms", "times as fast")
 
-# Pairs of providers that README has a sentence about, by the last part of the case's name.
+# Pairs of providers that the pages have a sentence about, by the last part of the case's name.
 PAIRS = {
     "mostly-zero": (
         ("qgnn int8", "qgnn all-multiplied int8"),

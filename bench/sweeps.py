@@ -1,4 +1,4 @@
-"""The pages' tables of ``qgnn sweep``, made of its journals."""
+"""Tables of ``qgnn sweep``, made of its journals."""
 
 import json
 from collections.abc import Sequence

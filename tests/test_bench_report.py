@@ -313,7 +313,8 @@ def test_pages_show_what_the_committed_records_give() -> None:
         assert text.count(begin) == text.count(end) == 1, f"{name} is missing, or on two pages"
         assert f"{begin}\n{region}\n{end}" in text, f"{name} is not what its records say"
         text = text.replace(region, "")
-    assert not [line for line in text.splitlines() if line.startswith("|")], "a table that no record made"
+    others = [line for line in text.splitlines() if line.startswith("|")]  # of words alone
+    assert not [line for line in others if re.search(r"\d\.\d|\d ?(ms|%|x|MiB)\b", line)], "figures that no record made"
 
 
 def test_plots_are_drawn(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

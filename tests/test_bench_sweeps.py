@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import pages
 from qgnn.cli.sweep.run_spec import RunSpec
 
 START = {
