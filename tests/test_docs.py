@@ -219,7 +219,7 @@ WITHOUT_COST = [section for section in SECTIONS if section != "Cost"]
         ("index.md", "# qgnn\n", "# qgnn\n`qgnn.functional.spm(x)`\n", strangers, "index.md: qgnn.functional.spm"),
         ("index.md", "# qgnn\n", "# qgnn\n`kernels/cpu/spm.c`\n", strangers, "index.md: kernels/cpu/spm.c"),
         ("primitives/spmm.md", "## Cost\n", "", incomplete_primitives, f"primitives/spmm.md: {WITHOUT_COST}"),
-        ("guide.md", 'after: "## Use it"', 'after: "## Use"', broken_includes, 'guide.md: "## Use"'),
+        ("index.md", 'before: "## License"', 'before: "## Licence"', broken_includes, 'index.md: "## Licence"'),
     ],
 )
 def test_checks_find_what_was_planted(
