@@ -1,10 +1,9 @@
 """Two processes against one: the same loss, epoch by epoch, the same accuracy, and fewer bytes between them.
 
 ``partitioned``: a GCN on a graph whose nodes are split, with rows of neighbors and gradients sent as they are or as
-codes. ``batches``: a GraphSAGE on batches of nodes with their neighbors, each cut in two, with gradients sent as they are or as
-codes. A case
-is a seed. Its gate compares the losses of the epochs with those of one process in fp32: what is sent as it is changes
-the order of sums alone.
+codes. ``batches``: a GraphSAGE on batches of nodes with their neighbors, each cut in two, with gradients sent as they
+are or as codes. A case is a seed. Its gate compares the losses of the epochs with those of one process in fp32: what is
+sent as it is changes the order of sums alone.
 """
 
 from collections.abc import Iterator, Sequence
