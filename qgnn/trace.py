@@ -78,15 +78,16 @@ class Trace:
 
     def __str__(self) -> str:
         from rich.console import Console
-        from rich.table import Table
+        from rich.table import Column, Table
 
-        table = Table("op", "calls", "format", "backend", "MiB", "error", title="qgnn trace")
+        backend = Column("backend", overflow="fold")  # several have no space between them to break at
+        table = Table("op", "calls", "format", backend, "MiB", "error", title="qgnn trace")
         for name, op in self.ops.items():
             error = "" if op["error"] is None else f"{op['error']:.4f}"
             formats = ", ".join(f"{fmt} x{count}" for fmt, count in op["formats"].items())
             table.add_row(name, str(op["calls"]), formats, op["backend"], f"{op['bytes'] / 2**20:.2f}", error)
         text = StringIO()
-        Console(file=text, width=100).print(table)
+        Console(file=text, width=100, force_jupyter=False).print(table)
         return text.getvalue()
 
     def __repr__(self) -> str:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from nbclient import NotebookClient
 
+import qgnn
 from house import ROOT
 
 # Values of the cell tagged `parameters`.
@@ -43,3 +45,16 @@ def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert any("image/png" in output.get("data", {}) for output in outputs)
     # A warning about a line of the notebook; what others say while they are imported depends on the machine.
     assert not [output for output in outputs if output.get("name") == "stderr" and "ipykernel_" in output.text]
+
+
+def test_tables_are_text_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich would show a table itself there, and leave nothing to print."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    with qgnn.compress_activations() as report:
+        model(torch.randn(64, 64)).sum().backward()
+    assert "1 bit" in str(report)
+    with qgnn.trace() as trace:
+        qgnn.quantize_(model, qgnn.QConfig())(torch.randn(64, 64)).sum().backward()
+    assert "matmul.forward" in str(trace)
+    assert "QLinear" in str(qgnn.summary(model))

@@ -80,7 +80,7 @@ class Report:
         if self.peak_bytes is not None:
             table.add_row("peak of all memory", "", "", "", "", f"{self.peak_bytes / MIB:.0f}")
         text = StringIO()
-        Console(file=text, width=120).print(table)
+        Console(file=text, width=120, force_jupyter=False).print(table)
         return text.getvalue()
 
 

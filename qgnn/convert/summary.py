@@ -74,7 +74,7 @@ class Summary:
             why = "; ".join(filter(None, (row.reason, row.note)))
             table.add_row(row.name or "(the model)", row.layer, row.what or "left alone", row.epilogue or "", why)
         text = StringIO()
-        Console(file=text, width=120).print(table)
+        Console(file=text, width=120, force_jupyter=False).print(table)
         return text.getvalue()
 
     def __repr__(self) -> str:
