@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from io import StringIO
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from qgnn.tables import as_text
 
 __all__ = ["Trace", "trace"]
 
@@ -77,7 +78,6 @@ class Trace:
             row.errors.append(error)
 
     def __str__(self) -> str:
-        from rich.console import Console
         from rich.table import Column, Table
 
         backend = Column("backend", overflow="fold")  # several have no space between them to break at
@@ -86,9 +86,7 @@ class Trace:
             error = "" if op["error"] is None else f"{op['error']:.4f}"
             formats = ", ".join(f"{fmt} x{count}" for fmt, count in op["formats"].items())
             table.add_row(name, str(op["calls"]), formats, op["backend"], f"{op['bytes'] / 2**20:.2f}", error)
-        text = StringIO()
-        Console(file=text, width=100, force_jupyter=False).print(table)
-        return text.getvalue()
+        return as_text(table, width=100)
 
     def __repr__(self) -> str:
         return f"Trace({sum(row.calls for row in self._rows.values())} calls of {len(self._rows)} ops)"

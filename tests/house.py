@@ -29,6 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "qtensor",
         "rng",
         "rounding",
+        "tables",
         "trace",
         "weak_cache",
     ),
@@ -45,6 +46,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 # What a floor may import from outside, besides the standard library and torch.
 OUTSIDE: dict[str, frozenset[str]] = {
     "kernels": frozenset({"triton"}),
+    "tables": frozenset({"rich"}),
     "trace": frozenset({"rich"}),
     "edge_checks": frozenset({"torch_geometric"}),
     "graph": frozenset({"torch_geometric", "torch_sparse"}),

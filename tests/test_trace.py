@@ -7,7 +7,7 @@ from torch import Tensor
 import qgnn
 from graphs import GRAPHS
 from qgnn import QConfig, functional
-from qgnn.trace import recording
+from qgnn.trace import recording, report
 
 N, K, M, E = 50, 16, 8, 200
 OPS_OF_A_STEP = {
@@ -170,3 +170,9 @@ def test_trace_prints_a_table(tensors: dict[str, Tensor]) -> None:
     assert f"{t.ops['quantize.forward']['error']:.4f}" in quantize
     assert "int8 x2" in quantize
     assert repr(t) == f"Trace({sum(OPS_OF_A_STEP.values())} calls of {len(OPS_OF_A_STEP)} ops)"
+
+
+def test_long_names_of_backends_are_shown_whole() -> None:
+    with qgnn.trace() as t:
+        report("matmul.forward", "int8", "c/" + 60 * "y", ())
+    assert str(t).count("y") == 60

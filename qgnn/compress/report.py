@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from io import StringIO
 
 import torch
 
 from qgnn.memory import MIB
+from qgnn.tables import as_text
 
 
 @dataclass
@@ -67,7 +67,6 @@ class Report:
         return self.original_bytes / self.saved_bytes if self.saved_bytes else 1.0
 
     def __str__(self) -> str:
-        from rich.console import Console
         from rich.table import Table
 
         table = Table("op", "module", "shape", "format", "MiB before", "MiB kept", title="saved for backward")
@@ -79,9 +78,7 @@ class Report:
         table.add_row("all", "", "", f"{self.ratio:.1f} times smaller", *total)
         if self.peak_bytes is not None:
             table.add_row("peak of all memory", "", "", "", "", f"{self.peak_bytes / MIB:.0f}")
-        text = StringIO()
-        Console(file=text, width=120, force_jupyter=False).print(table)
-        return text.getvalue()
+        return as_text(table, width=120)
 
 
 def _mib(sizes: Iterable[int]) -> Iterable[str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from io import StringIO
 
 from torch import nn
 
 from qgnn.convert.layers import is_listed, mark_of, unwrapped, walk, why_left
 from qgnn.nn._layer import Quantized
 from qgnn.nn.epilogue import Epilogue
+from qgnn.tables import as_text
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,13 @@ class Summary:
         raise KeyError(f"{name!r} is none of {[row.name for row in self.rows]}")
 
     def __str__(self) -> str:
-        from rich.console import Console
         from rich.table import Table
 
         table = Table("module", "class", "operands", "behind it", "why", title="qgnn summary")
         for row in self.rows:
             why = "; ".join(filter(None, (row.reason, row.note)))
             table.add_row(row.name or "(the model)", row.layer, row.what or "left alone", row.epilogue or "", why)
-        text = StringIO()
-        Console(file=text, width=120, force_jupyter=False).print(table)
-        return text.getvalue()
+        return as_text(table, width=120)
 
     def __repr__(self) -> str:
         return f"Summary({len(self.converted)} quantized, {len(self.kept)} in full precision, {len(self.left)} left)"
