@@ -57,12 +57,12 @@ def test_notebook_is_stored_as_it_ran(path: Path) -> None:
     for cell in code:
         shows = "print(" in cell.source or "plt.show()" in cell.source
         assert cell.outputs or not shows, cell.source
-        assert all(key in ("tags",) for key in cell.metadata), "times of an execution"
+        assert set(cell.metadata) <= {"tags"}, "times of an execution"
     assert not [o for o in outputs_of(notebook) if o.output_type == "error" or o.get("name") == "stderr"]
     assert has_picture(notebook)
     text = path.read_text()
     assert len(text) <= MAX_BYTES
-    for private in (str(Path.home()), str(ROOT), "/home/", "/tmp/", "/Users/", "site-packages", " at 0x"):
+    for private in ("/home/", "/root/", "/Users/", "/tmp/", "site-packages", " at 0x"):
         assert private not in text
 
 
@@ -95,7 +95,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NotebookClient]
     }
     client = NotebookClient(
         nbformat.v4.new_notebook(),
-        timeout=120,
+        timeout=300,
         kernel_name="python3",
         shutdown_kernel="immediate",
         resources={"metadata": {"path": folder}},
