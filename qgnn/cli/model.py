@@ -58,7 +58,7 @@ class GCN2(nn.Module):
         return logits
 
 
-class GraphClassifier(nn.Module):
+class GraphPredictor(nn.Module):
     """Convolutions with batch norms, the mean of the rows of each graph, and a dense layer."""
 
     def __init__(self, convolutions: BasicGNN, out_channels: int, dropout: float) -> None:
@@ -68,7 +68,7 @@ class GraphClassifier(nn.Module):
         self.last = nn.Linear(convolutions.out_channels, out_channels)
 
     def forward(self, x: Tensor | QTensor, edge_index: Tensor, batch: Tensor, batch_size: int) -> Tensor:
-        """The logits of every graph."""
+        """The logits of every graph, or its number."""
         rows = self.convolutions(x, edge_index)
         logits: Tensor = self.last(self.dropout(global_mean_pool(rows, batch, batch_size)))
         return logits
@@ -78,7 +78,7 @@ def check_model(name: str, recipe: Recipe, by_graph: bool) -> None:
     """Raise a ``ValueError`` if the model is not made for such data, or cannot have such a size."""
     if by_graph and name not in GRAPH_MODELS:
         raise ValueError(
-            f"the model {name} expects a data set with classes of nodes (got one with classes of graphs); give one of "
+            f"the model {name} expects a data set with classes of nodes (got one of many graphs); give one of "
             f"{', '.join(GRAPH_MODELS)}"
         )
     if name == "gat" and recipe.hidden % GAT_HEADS:
@@ -135,12 +135,12 @@ def make_model(
     Args:
         name: One of ``MODELS`` of the command line; for graphs one of ``GRAPH_MODELS``.
         in_channels: Number of features.
-        out_channels: Number of classes.
+        out_channels: Number of classes, or 1.
         recipe: Sizes and dropout.
         scheme: Its ``config`` converts PyG's model, all layers but, unless ``keep_last`` is false, the last one. What
             converted layers keep for the backward pass follows its compression if they compute in integers; with other
             formats they keep the codes that they computed with.
-        by_graph: Whether the model classifies graphs: then ``recipe.layers`` convolutions precede the last layer.
+        by_graph: Whether the model has one result a graph: then ``recipe.layers`` convolutions precede the last layer.
         same_edges: Whether it sees the same edges each time, so that it may remember their normalization.
     """
     sizes = (in_channels, recipe.hidden, recipe.layers)
@@ -152,7 +152,7 @@ def make_model(
             options = {name: value for name, value in options.items() if name != "cached"}
         if by_graph:
             convolutions = cls(*sizes, dropout=recipe.dropout, **{**options, "norm": "batch_norm"})
-            model = GraphClassifier(convolutions, out_channels, recipe.dropout)
+            model = GraphPredictor(convolutions, out_channels, recipe.dropout)
         else:
             model = cls(*sizes, out_channels, dropout=recipe.dropout, **options)
     config, blocks = scheme.config, scheme.compression.blocks
@@ -167,7 +167,7 @@ def first_layer(model: nn.Module) -> nn.Module:
     """The layer that reads the features."""
     if isinstance(model, GCN2):
         return model.first
-    convolutions = model.convolutions if isinstance(model, GraphClassifier) else model
+    convolutions = model.convolutions if isinstance(model, GraphPredictor) else model
     assert isinstance(convolutions.convs, nn.ModuleList)
     return convolutions.convs[0]
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from qgnn.cli.metric import ACCURACY, Metric
 from qgnn.cli.recipe import Recipe
 from qgnn.cli.run import Run
 from qgnn.cli.task import Task
@@ -31,34 +32,35 @@ def is_compressed(runs: list[dict[str, Any]]) -> bool:
     return any(run["compress"] != "none" for run in runs)
 
 
-def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Runs of one precision over seeds: accuracy in percent as mean and sample deviation, the median of the rest."""
-    accuracies = [100 * run["test_acc"] for run in runs]
+def summarize(runs: list[dict[str, Any]], metric: Metric = ACCURACY) -> dict[str, Any]:
+    """Runs of one precision over seeds: mean and sample deviation of the metric, as shown, the median of the rest."""
+    scores = [metric.scale * run["test_acc"] for run in runs]
     peaks = [run["peak_mib"] for run in runs if run["peak_mib"] is not None]
     return {
-        "acc": mean(accuracies),
-        "acc_dev": stdev(accuracies) if len(accuracies) > 1 else None,
+        "acc": mean(scores),
+        "acc_dev": stdev(scores) if len(scores) > 1 else None,
         "epoch_ms": median(run["epoch_ms"] for run in runs),
         "saved_mib": median(run["saved_mib"] for run in runs),
         "peak_mib": median(peaks) if peaks else None,
     }
 
 
-def table(runs: list[dict[str, Any]], caption: str = "") -> Table:
+def table(runs: list[dict[str, Any]], caption: str = "", metric: Metric = ACCURACY) -> Table:
     """The comparison of all precisions, with speed relative to ``fp32``, which is PyG's own."""
     result = Table(caption=caption, caption_justify="left")
     result.add_column("precision", overflow="fold")  # the only one that a narrow terminal breaks
     kept = ("MiB\nkept", "without\nfeatures") if is_compressed(runs) else ("MiB kept\nfor backward",)
-    for heading in ("test\naccuracy %", "ms per\nepoch", *kept, "peak\nMiB", "speed vs\nPyG fp32"):
+    score = metric.heading.replace(" ", "\n", 1)
+    for heading in (score, "ms per\nepoch", *kept, "peak\nMiB", "speed vs\nPyG fp32"):
         result.add_column(heading, justify="right", no_wrap=True)
-    for row in cells(runs, plus_minus()):
+    for row in cells(runs, plus_minus(), metric):
         result.add_row(*row)
     return result
 
 
-def cells(runs: list[dict[str, Any]], sign: str = "±") -> list[tuple[str, ...]]:
+def cells(runs: list[dict[str, Any]], sign: str = "±", metric: Metric = ACCURACY) -> list[tuple[str, ...]]:
     """The text of the table's rows, ``sign`` before a deviation; of compressed runs with one column more."""
-    rows = {name: summarize(group) for name, group in by_precision(runs).items()}
+    rows = {name: summarize(group, metric) for name, group in by_precision(runs).items()}
     if is_compressed(runs):
         for name, group in by_precision(runs).items():
             rows[name]["made_mib"] = median(run["saved_mib"] - run["features_mib"] for run in group)
@@ -66,7 +68,7 @@ def cells(runs: list[dict[str, Any]], sign: str = "±") -> list[tuple[str, ...]]
     return [
         (
             name,
-            f"{row['acc']:.2f}" + ("" if row["acc_dev"] is None else f" {sign} {row['acc_dev']:.2f}"),
+            f" {sign} ".join(f"{row[of]:.{metric.digits}f}" for of in ("acc", "acc_dev") if row[of] is not None),
             f"{row['epoch_ms']:.1f}",
             *(f"{row[column]:.2f}" for column in ("saved_mib", "made_mib") if column in row),
             "-" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}",
@@ -94,11 +96,11 @@ def plus_minus() -> str:
     return "±"
 
 
-def run_line(precision: str, seed: int, run: Run) -> str:
+def run_line(precision: str, seed: int, run: Run, metric: Metric) -> str:
     """One finished run in a line, for a log."""
+    score = f"test {metric.label} {metric.text(run.test_acc)}{metric.unit}"
     return (
-        f"{precision}, seed {seed}: test accuracy {100 * run.test_acc:.2f} %, {run.epoch_ms:.1f} ms per epoch, "
-        f"{run.saved_mib:.2f} MiB kept for backward"
+        f"{precision}, seed {seed}: {score}, {run.epoch_ms:.1f} ms per epoch, {run.saved_mib:.2f} MiB kept for backward"
     )
 
 

@@ -24,7 +24,8 @@ class Run(NamedTuple):
     """What a run measured.
 
     Args:
-        test_acc: Test accuracy (micro-F1 for multi-label sets) at the best validation epoch, 0 to 1.
+        test_acc: The task's metric on the test set, at the best validation epoch: accuracy, micro-F1 of several labels
+            a node, or ROC-AUC, 0 to 1; RMSE, in the data set's own unit.
         final_loss: Training loss of the last epoch: before its step, or the mean before each of several.
         best_epoch: The epoch of ``test_acc``, counted from 1.
         epoch_ms: Median time of an epoch's steps: forward, backward and optimizer, and the sampling of batches.

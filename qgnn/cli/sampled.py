@@ -48,7 +48,7 @@ def sampling_of(
         UsageError: If it does not fit the model, the data set, or the number of processes.
     """
     if processes.size > 1 and (by_graph or options.sampler == "full"):
-        got = "graphs to classify" if by_graph else "a step over a whole graph"
+        got = "many graphs" if by_graph else "a step over a whole graph"
         remedy = "start a single one" if by_graph else "give --sampler neighbor, or start a single one"
         raise UsageError(f"{processes.size} processes expect batches, to share each (got {got}); {remedy}")
     if options.sampler == "full":
@@ -57,7 +57,7 @@ def sampling_of(
                 raise UsageError(f"--{name.replace('_', '-')} expects --sampler neighbor")
         return None
     if by_graph:
-        raise UsageError("--sampler neighbor expects a data set with classes of nodes (got one with classes of graphs)")
+        raise UsageError("--sampler neighbor expects a data set with classes of nodes (got one of many graphs)")
     hops = recipe.layers - 2 if options.model == "gcn2" else recipe.layers  # two of its layers are dense
     fanout = options.fanout or (FANOUT[0],) + FANOUT[1:] * (hops - 1)
     if len(fanout) != hops:

@@ -1,4 +1,4 @@
-"""What is learned, and from which graphs: the classes of nodes, or those of whole graphs."""
+"""What is learned, and from which graphs: the classes of nodes, or those or a number of whole graphs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch_geometric.data import Batch, Data
 from torch_geometric.transforms import NormalizeFeatures
 
+from qgnn.cli.metric import METRICS, Metric
 from qgnn.cli.model import train_features
 from qgnn.cli.recipe import Recipe
 from qgnn.data import GraphSet
@@ -26,7 +27,7 @@ class Step(NamedTuple):
 
     Args:
         features: What the first layer reads, without dropout.
-        loss: The training loss of a model: cross entropy, or its multi-label form.
+        loss: The training loss of a model, as :func:`loss_of` has it.
         size: The number of nodes or graphs whose mean it is; 0 for a step without any of its own.
         share: The factor with which the mean of this loss over all processes is that of all their nodes.
     """
@@ -44,6 +45,7 @@ class Task(Protocol):
     by_graph: bool  # whether a model has one result a graph, not one a node
     same_edges: bool  # whether a model sees the same edges each time, and may remember what it makes of them
     num_outputs: int
+    metric: Metric  # by which models are compared
 
     @property
     def features(self) -> tuple[Tensor, ...]:
@@ -53,7 +55,7 @@ class Task(Protocol):
         """The same on copies of the edges: what a run prepares from its edges lives as long as these."""
 
     def loss(self, forward: Forward, x: Features) -> Tensor:
-        """Training loss: cross entropy, or its multi-label form.
+        """Training loss, as :func:`loss_of` has it.
 
         Args:
             forward: The model.
@@ -70,7 +72,7 @@ class Task(Protocol):
         """
 
     def evaluate(self, forward: Forward, inputs: Sequence[Features]) -> tuple[float, float]:
-        """Score on what is there to validate and to test.
+        """The :attr:`metric` of what is there to validate and to test.
 
         Args:
             forward: The model.
@@ -82,7 +84,8 @@ class NodeTask:
     """Classes of the nodes of one graph, of which each split sees some.
 
     Args:
-        data: The graph, with ``x``, ``edge_index``, ``y`` and the three masks.
+        data: The graph, with ``x``, ``edge_index``, ``y``, the three masks, and ``metric`` if it is not accuracy, or
+            micro-F1 of several labels a node.
     """
 
     by_graph, same_edges = False, True
@@ -90,6 +93,7 @@ class NodeTask:
     def __init__(self, data: Data) -> None:
         self.data = data
         self.num_outputs = data.y.shape[1] if data.y.dim() == 2 else int(data.y.max()) + 1
+        self.metric = METRICS[data.metric if "metric" in data else "micro_f1" if data.y.dim() == 2 else "accuracy"]
         self.description = f"{data.num_nodes:,} nodes, {data.num_edges:,} directed edges, {data.x.shape[1]} features"
 
     @property
@@ -118,12 +122,17 @@ class NodeTask:
 
     def scores(self, out: Tensor) -> tuple[float, float]:
         """Of results for all nodes."""
-        data = self.data
-        return score(out[data.val_mask], data.y[data.val_mask]), score(out[data.test_mask], data.y[data.test_mask])
+        masks = self.data.val_mask, self.data.test_mask
+        val, test = (self.metric.of(out[mask], self.data.y[mask]) for mask in masks)
+        return val, test
 
 
 class GraphTask:
-    """Classes of graphs. Those of a split are one graph of many components, so that a step is one over all of them.
+    """Classes of graphs, or a number that each has. The graphs of a split are one of many components, so that a step
+    is one over all of them.
+
+    Numbers are learned in units of their deviation from their mean, both of the graphs to train on; scores are in the
+    data set's own unit.
 
     Args:
         graphs: The graphs and their split.
@@ -134,7 +143,14 @@ class GraphTask:
 
     def __init__(self, graphs: GraphSet, device: torch.device) -> None:
         self.parts = tuple(Batch.from_data_list(graphs.graphs(split)).to(device) for split in ("train", "val", "test"))
-        self.num_outputs = graphs.dataset.num_classes
+        self.metric, self.unit = METRICS[graphs.metric], 1.0
+        if (y := self.parts[0].y).is_floating_point():
+            self.num_outputs, mean = 1, float(y.mean())
+            self.unit = float(y.std(correction=0)) or 1.0
+            for part in self.parts:
+                part.y = (part.y - mean) / self.unit
+        else:
+            self.num_outputs = graphs.dataset.num_classes
         nodes, edges = (sum(getattr(part, f"num_{what}") for part in self.parts) for what in ("nodes", "edges"))
         self.description = (
             f"{len(graphs.dataset):,} graphs, {nodes:,} nodes, {edges:,} directed edges, "
@@ -164,7 +180,7 @@ class GraphTask:
     def evaluate(self, forward: Forward, inputs: Sequence[Features]) -> tuple[float, float]:
         """From a forward pass over each."""
         val, test = (
-            score(forward(x, part.edge_index, part.batch, part.num_graphs), part.y)
+            self.unit * self.metric.of(forward(x, part.edge_index, part.batch, part.num_graphs), part.y)
             for x, part in zip(inputs[1:], self.parts[1:], strict=True)
         )
         return val, test
@@ -192,18 +208,15 @@ def make_task(data: Data | GraphSet, device: torch.device, normalize: bool = Fal
 
 
 def loss_of(out: Tensor, y: Tensor) -> Tensor:
-    """Cross entropy, or its multi-label form."""
+    """Cross entropy of classes, its multi-label form of several labels a node, the mean square error of numbers.
+
+    Shapes:
+        - ``out``: [N, C] logits, or [N, 1] numbers
+        - ``y``: [N] int64 classes, [N, C] zeros and ones, or [N] floating-point numbers
+    """
     if y.dim() == 2:
         return F.binary_cross_entropy_with_logits(out, y.float())
-    return F.cross_entropy(out, y)
-
-
-def score(out: Tensor, y: Tensor) -> float:
-    """Accuracy, or micro-F1 if there are several labels; 0 of nothing."""
-    if y.dim() == 1:
-        return float((out.argmax(dim=1) == y).double().sum() / max(len(y), 1))
-    predicted, true = out > 0, y > 0
-    return float(2 * (predicted & true).sum() / max(int(predicted.sum() + true.sum()), 1))
+    return F.mse_loss(out.squeeze(1), y) if y.is_floating_point() else F.cross_entropy(out, y)
 
 
 def normalize_rows(data: Data) -> Data:

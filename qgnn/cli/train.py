@@ -28,7 +28,7 @@ from qgnn.cli.task import Task, make_task
 from qgnn.cli.training import Training
 from qgnn.cli.values import SEED
 from qgnn.data import DatasetError, GraphSet, load, load_graphs
-from qgnn.data.datasets import GRAPH_ENTRIES, key
+from qgnn.data.datasets import GRAPH_ENTRIES, key, metric_of
 
 
 def train(options: argparse.Namespace, processes: Processes = ALONE) -> None:
@@ -89,6 +89,7 @@ def train(options: argparse.Namespace, processes: Processes = ALONE) -> None:
         "dirty": stamp.dirty,
         "versions": stamp.versions,
         "dataset": options.dataset.strip().lower(),
+        "metric": task.metric.name,
         "model": options.model,
         "device": device.type,
         "processes": processes.size,
@@ -100,7 +101,7 @@ def train(options: argparse.Namespace, processes: Processes = ALONE) -> None:
     caption = report.caption(options.dataset, options.model, task, recipe, device)
     if gradients is not None:
         caption += f"; processes: {processes.size}, gradients: {gradients}"
-    Console().print(report.table(runs, caption))
+    Console().print(report.table(runs, caption, task.metric))
     if options.json is not None:
         write_json(Path(options.json), result)
     if options.plot is not None:
@@ -151,6 +152,7 @@ def identity(
     return {
         "dataset": key(options.dataset),
         "data": task.description,
+        "metric": metric_of(options.dataset),
         "model": options.model,
         "precision": [scheme.name for scheme in options.precision],
         "compress": [compression.name for compression in options.compress],
@@ -240,7 +242,7 @@ def train_all(
             more = (checkpoint.state_of(names), processes, gradients_of(options, processes) or "fp32")
             run = run_one(task, recipe, scheme, seed, device, options.model, on_epoch, *more)
             if processes.is_first and not is_shown:
-                print(report.run_line(name, seed, run), file=sys.stderr, flush=True)
+                print(report.run_line(name, seed, run, task.metric), file=sys.stderr, flush=True)
             checkpoint.end({**names, **run._asdict()})
     # In the order of the command line: precision by precision, in it compression by compression.
     rows = [(scheme.name, scheme.compression.name) for scheme in schemes]

@@ -36,7 +36,8 @@ class Training:
     Attributes:
         epoch: Epochs so far.
         losses: The training loss of each: before its step, or the mean before each of several.
-        best_epoch, test_acc: Of the best validation so far, in the first process.
+        best_epoch, test_acc: The epoch of the best validation so far, and the task's metric on the test set behind it,
+            in the first process.
         widths: The width that a schedule set for each epoch.
     """
 
@@ -63,7 +64,7 @@ class Training:
         self.timer = StepTimer(device)
         self.epoch = self.best_epoch = 0
         self.losses: list[Tensor | float] = []
-        self.best_val_acc, self.test_acc = -1.0, 0.0
+        self.best_val, self.test_acc = 0.0, 0.0
         self.forward = self._train_forward = forward_of(self.model, scheme, device)
         self._int8: Int8State | None = None
         if processes.is_joined:
@@ -103,9 +104,9 @@ class Training:
         if not self.processes.is_first:
             return
         self.model.eval()
-        val_acc, test_acc = self.task.evaluate(self.forward, self.inputs)
-        if val_acc > self.best_val_acc:
-            self.best_val_acc, self.best_epoch, self.test_acc = val_acc, self.epoch, test_acc
+        val, test = self.task.evaluate(self.forward, self.inputs)
+        if not self.best_epoch or self.task.metric.is_better(val, self.best_val):
+            self.best_val, self.best_epoch, self.test_acc = val, self.epoch, test
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -135,7 +136,7 @@ class Training:
             "optimizer": self.optimizer.state_dict(),
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "losses": [float(loss) for loss in self.losses],
-            "best": (self.best_val_acc, self.best_epoch, self.test_acc),
+            "best": (self.best_val, self.best_epoch, self.test_acc),
             "times_ms": list(self.timer.times_ms),
             "processes": self.processes.gather(own),
         }
@@ -143,7 +144,7 @@ class Training:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a :meth:`state_dict` of a training with the same arguments."""
         self.epoch, self.losses, self.timer.times_ms = state["epoch"], state["losses"], state["times_ms"]
-        self.best_val_acc, self.best_epoch, self.test_acc = state["best"]
+        self.best_val, self.best_epoch, self.test_acc = state["best"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.schedule is not None:

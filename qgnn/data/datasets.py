@@ -20,15 +20,20 @@ class Entry(NamedTuple):
     name: str | None = None  # argument `name` of the class, if it takes one
     folder: str | None = None  # folder of this set inside the root, if the class makes one
     kwargs: dict[str, Any] = {}  # noqa: RUF012 - a NamedTuple default, never written to
+    metric: str | None = None  # what its literature reports, if not what is usual for such labels
 
 
-def _named(cls: str, folder: Callable[[str], str], *names: str) -> dict[str, Entry]:
-    return {key(name): Entry(cls, name, folder(name)) for name in names}
+def _named(cls: str, folder: Callable[[str], str], *names: str, metric: str | None = None) -> dict[str, Entry]:
+    return {key(name): Entry(cls, name, folder(name), metric=metric) for name in names}
 
 
 def key(name: str) -> str:
     """The spelling under which a name is looked up: case and the choice of `-`, `_` or space do not matter."""
     return name.strip().lower().replace("_", "-").replace(" ", "-")
+
+
+def _with_underscores(name: str) -> str:
+    return name.lower().replace("-", "_")
 
 
 ENTRIES: dict[str, Entry] = {
@@ -37,12 +42,11 @@ ENTRIES: dict[str, Entry] = {
     **_named("Coauthor", str, "CS", "Physics"),
     **_named("CitationFull", str.lower, "Cora_ML", "DBLP"),
     "cora-full": Entry("CitationFull", "Cora", "cora"),
-    **_named(
-        "HeterophilousGraphDataset",
-        lambda name: name.lower().replace("-", "_"),
-        *("Roman-empire", "Amazon-ratings", "Minesweeper", "Tolokers", "Questions"),
-    ),
-    **_named("LINKXDataset", str, "penn94", "reed98", "amherst41", "cornell5", "johnshopkins55", "genius"),
+    **_named("HeterophilousGraphDataset", _with_underscores, "Roman-empire", "Amazon-ratings"),
+    # Two classes, of which one is rare: https://arxiv.org/abs/2302.11640, https://arxiv.org/abs/2110.14446.
+    **_named("HeterophilousGraphDataset", str.lower, "Minesweeper", "Tolokers", "Questions", metric="roc_auc"),
+    **_named("LINKXDataset", str, "genius", metric="roc_auc"),
+    **_named("LINKXDataset", str, "penn94", "reed98", "amherst41", "cornell5", "johnshopkins55"),
     **_named("WebKB", str.lower, "Cornell", "Texas", "Wisconsin"),
     "actor": Entry("Actor"),
     "wikics": Entry("WikiCS", kwargs={"is_undirected": True}),
@@ -58,9 +62,10 @@ ENTRIES: dict[str, Entry] = {
 }
 
 # Sets of many graphs with a label each, which `load_graphs` reads.
-GRAPH_ENTRIES: dict[str, Entry] = _named(
-    "TUDataset", str, "MUTAG", "PROTEINS", "ENZYMES", "Mutagenicity", "NCI1", "IMDB-BINARY"
-)
+GRAPH_ENTRIES: dict[str, Entry] = {
+    **_named("TUDataset", str, "MUTAG", "PROTEINS", "ENZYMES", "Mutagenicity", "NCI1", "IMDB-BINARY"),
+    **_named("MoleculeNet", str.lower, "ESOL", "FreeSolv", metric="rmse"),
+}
 
 OGB_NAMES = ("ogbn-arxiv", "ogbn-products", "ogbn-papers100m")
 
@@ -70,7 +75,7 @@ def dataset_names(kind: str = "node") -> list[str]:
 
     Args:
         kind: ``"node"`` for those of :func:`load`, the embedded graph first, whose nodes have labels; ``"graph"`` for
-            those of :func:`load_graphs`, whose graphs have.
+            those of :func:`load_graphs`, whose graphs have classes or numbers.
 
     Raises:
         ValueError: If it is another kind.
@@ -78,6 +83,13 @@ def dataset_names(kind: str = "node") -> list[str]:
     if kind not in ("node", "graph"):
         raise ValueError(f"'dataset_names' expects 'kind' to be 'node' or 'graph' (got {kind!r})")
     return list(GRAPH_ENTRIES) if kind == "graph" else ["wordnet", *ENTRIES, *OGB_NAMES]
+
+
+def metric_of(name: str) -> str | None:
+    """What the literature of a data set reports: ``"roc_auc"`` or ``"rmse"``; ``None`` for what is usual: accuracy, or
+    micro-F1 of several labels a node."""
+    entry = (ENTRIES | GRAPH_ENTRIES).get(key(name))
+    return None if entry is None else entry.metric
 
 
 def default_root() -> Path:
@@ -107,6 +119,8 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Data:
         - ``edge_index``: [2, E] int64
         - ``y``: [N] int64, -1 for an unknown label; [N, T] float32 of zeros and ones for multi-label sets (Yelp)
         - ``train_mask``, ``val_mask``, ``test_mask``: [N] bool
+        - ``metric``: ``"roc_auc"``, of sets of two classes whose literature reports the area under the ROC curve
+          (Minesweeper, Tolokers, Questions, genius); others lack it: accuracy, or micro-F1 of several labels a node
 
     Raises:
         ValueError: If the name is not known; the message lists the names.
@@ -126,7 +140,10 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Data:
         return with_single_split(load_ogb(wanted, folder))
     if wanted not in ENTRIES:
         raise ValueError(unknown_name_message(name))
-    return with_single_split(load_entry(wanted, ENTRIES[wanted], folder)[0])
+    data = with_single_split(load_entry(wanted, ENTRIES[wanted], folder)[0])
+    if (metric := metric_of(wanted)) is not None:
+        data.metric = metric
+    return data
 
 
 def unknown_name_message(name: str, function: str = "load") -> str:

@@ -1,4 +1,4 @@
-"""Graph classification sets by name, each with one split of its graphs."""
+"""Sets of graphs by name, each with one split of its graphs: their classes, or a number that each has."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 from torch_geometric.data import Data, InMemoryDataset
 from torch_geometric.transforms import BaseTransform
 from torch_geometric.utils import degree, one_hot
+from torch_geometric.utils.smiles import x_map
 
-from qgnn.data.datasets import GRAPH_ENTRIES, default_root, key, load_entry, unknown_name_message
+from qgnn.data.datasets import GRAPH_ENTRIES, default_root, key, load_entry, metric_of, unknown_name_message
 
 MAX_DEGREE = 127  # of nodes without features; more neighbors share the last column
 PARTS = 10  # one to validate, one to test, the others to train
@@ -27,12 +28,15 @@ class GraphSet:
         train_index: [G] int64, positions of the graphs to train on, ascending.
         val_index: The same of those to validate on.
         test_index: The same of those to test on.
+        metric: What the literature of the set reports: ``"accuracy"``, or ``"rmse"``, the root mean square error of
+            numbers.
     """
 
     dataset: InMemoryDataset
     train_index: Tensor
     val_index: Tensor
     test_index: Tensor
+    metric: str = "accuracy"
 
     def graphs(self, split: str) -> list[Data]:
         """The graphs of one part of the split, for a :class:`torch_geometric.loader.DataLoader`.
@@ -56,14 +60,37 @@ class OneHotDegree(BaseTransform):
         return data
 
 
+class OneHotAtoms(BaseTransform):
+    """The features of atoms of :func:`torch_geometric.utils.from_smiles`, nine categories, one-hot side by side, and a
+    single number to learn."""
+
+    def __init__(self) -> None:
+        sizes = [len(values) for values in x_map.values()]
+        self.width = sum(sizes)
+        self.first = torch.tensor([0, *sizes[:-1]]).cumsum(0)  # column of each category
+
+    def forward(self, data: Data) -> Data:
+        """Change ``x`` and ``y``."""
+        data.x = torch.zeros(len(data.x), self.width).scatter_(1, data.x + self.first, 1.0)
+        data.y = data.y.view(1)
+        return data
+
+
 def load_graphs(name: str, root: str | os.PathLike[str] | None = None) -> GraphSet:
-    r"""Load a graph classification set by name, with one split of its graphs.
+    r"""Load a set of graphs by name, with one split of them: to classify, or to learn a number that each has.
 
     The set is read by the class of PyG that owns it, which downloads what is missing where there is a network. A node's
     features are its label, one-hot; where nodes have no labels, the number of neighbors, one-hot.
 
-    The split is drawn once with a fixed seed, so that it is the same in every call: of each class a tenth of the graphs
-    to validate, a tenth to test, the rest to train.
+    ESOL and FreeSolv of `"MoleculeNet" <https://arxiv.org/abs/1703.00564>`_ are molecules with a measured number each:
+    the logarithm of the solubility in water (mol/l), and the free energy of hydration (kcal/mol). The class needs the
+    package ``rdkit``, until it has read them once. The features of an atom are the nine categories of the Open Graph
+    Benchmark, one-hot side by side: a linear layer in front of them is then the sum of embeddings that its
+    ``AtomEncoder`` takes, while codes such as the number of the element have no size that means anything, and would
+    set the scale of a quantized row. Features of bonds stay in ``edge_attr``.
+
+    The split is drawn once with a fixed seed, so that it is the same in every call: of each class, or of all molecules,
+    a tenth to validate, a tenth to test, the rest to train.
 
     Args:
         name: One of :func:`dataset_names` with ``kind="graph"``; upper and lower case, ``-`` and ``_`` do not
@@ -77,7 +104,7 @@ def load_graphs(name: str, root: str | os.PathLike[str] | None = None) -> GraphS
 
         - ``x``: [N, F] float32
         - ``edge_index``: [2, E] int64
-        - ``y``: [1] int64
+        - ``y``: [1] int64, or float32 of molecules
 
     Raises:
         ValueError: If the name is not known; the message lists the names.
@@ -96,7 +123,11 @@ def load_graphs(name: str, root: str | os.PathLike[str] | None = None) -> GraphS
     if dataset.num_node_features == 0:
         largest = max((int(degree(data.edge_index[1]).max()) for data in dataset if data.num_edges), default=0)
         dataset.transform = OneHotDegree(min(largest, MAX_DEGREE))
-    return GraphSet(dataset, *draw_graph_split(dataset.y))
+    metric = metric_of(wanted)
+    if metric is None:
+        return GraphSet(dataset, *draw_graph_split(dataset.y))
+    dataset.transform = OneHotAtoms()
+    return GraphSet(dataset, *draw_graph_split(torch.zeros(len(dataset))), metric)
 
 
 def draw_graph_split(y: Tensor, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

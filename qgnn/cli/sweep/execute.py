@@ -36,7 +36,7 @@ def execute(run: RunSpec, root: str | None, device: str) -> dict[str, Any]:
     if run.schedule != NONE and not result.widths:  # else it would be recorded as what it is not
         raise RuntimeError(f"the schedule {run.schedule} set no width: this is a run of a fixed one")
     names = ("test_acc", "final_loss", "best_epoch", "mean_bits", "widths")
-    return {name: value for name, value in result._asdict().items() if name in names}
+    return {"metric": task.metric.name, **{name: getattr(result, name) for name in names}}
 
 
 @lru_cache(maxsize=1)  # runs of one data set come one after another

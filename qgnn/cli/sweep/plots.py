@@ -11,7 +11,7 @@ from qgnn.cli.sweep.table import Panel, standard_error
 
 
 def write_plot(path: Path, panels: Sequence[Panel]) -> bool:
-    """Draw how much accuracy each format costs in each component, with the deviation over seeds.
+    """Draw how much worse each format is in each component, with the deviation over seeds.
 
     Args:
         path: The file; its ending selects the format.
@@ -29,9 +29,12 @@ def write_plot(path: Path, panels: Sequence[Panel]) -> bool:
     figure = Figure(figsize=(max(4.8, 0.16 * widest), 3.2 * len(drawn)), layout="constrained")
     for axes, panel in zip(figure.subplots(len(drawn), 1, squeeze=False)[:, 0], drawn, strict=True):
         width = 1 / (len(panel.components) + 1)
+        worse, sign = ("drop", -1) if panel.metric.larger_is_better else ("rise", 1)
         for number, component in enumerate(panel.components):
             cells = [(at, panel.cells.get((label, component))) for at, label in enumerate(panel.labels)]
-            drops = [(at, [-points for points in cell.differences]) for at, cell in cells if cell and cell.differences]
+            drops = [
+                (at, [sign * points for points in cell.differences]) for at, cell in cells if cell and cell.differences
+            ]
             axes.bar(
                 [at + (number - (len(panel.components) - 1) / 2) * width for at, _ in drops],
                 [mean(points) for _, points in drops],
@@ -41,7 +44,8 @@ def write_plot(path: Path, panels: Sequence[Panel]) -> bool:
                 error_kw={"elinewidth": 0.8},
             )
         axes.set_xticks(range(len(panel.labels)), panel.labels, rotation=40, ha="right", rotation_mode="anchor")
-        axes.set_ylabel("accuracy drop (points), standard error")
+        points = " (points)" * (panel.metric.scale == 100)
+        axes.set_ylabel(f"{panel.metric.label} {worse}{points}, standard error")
         axes.set_title(panel.title, fontsize=10)
         axes.axhline(0, color="black", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from qgnn.cli.scheme import UNQUANTIZED, Scheme
+from qgnn.data.datasets import metric_of
 
 # Of the meaning of a run's fields: raise it when equal fields stand for another training than before.
 KEY_VERSION = 2
@@ -50,6 +51,8 @@ class RunSpec:
     def canonical(self) -> str:
         """The JSON that identifies the run: equal runs, and they alone, have equal text."""
         fields = {"version": KEY_VERSION, **self.fields}
+        if (metric := metric_of(self.dataset)) is not None:  # runs of before there was one are of accuracy
+            fields["metric"] = metric
         return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     @property

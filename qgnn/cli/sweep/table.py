@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from qgnn.cli.errors import UsageError
+from qgnn.cli.metric import ACCURACY, METRICS, Metric
 from qgnn.cli.report import plus_minus
 from qgnn.cli.scheme import ALL
 from qgnn.cli.sweep.journal import DONE
@@ -21,7 +22,8 @@ from qgnn.cli.sweep.run_spec import BASELINE, NONE, RunSpec
 
 Row = dict[str, Any]
 
-MEASURED = ("test_acc", "final_loss", "best_epoch", "mean_bits", "widths")  # the columns of a result, in order
+# The columns of a result, in order.
+MEASURED = ("metric", "test_acc", "final_loss", "best_epoch", "mean_bits", "widths")
 
 
 def columns_of(runs: Sequence[RunSpec]) -> list[str]:
@@ -109,25 +111,30 @@ class Cell(NamedTuple):
     """Seeds of one scheme.
 
     Args:
-        accuracies: On the test set, in percent.
-        differences: To the baseline of the same seeds, in points.
+        scores: On the test set, as they are shown: of accuracy in percent.
+        differences: To the baseline of the same seeds, of accuracy in points.
         bits: What a schedule set, in the mean over the epochs; empty without one.
+        digits: How many are shown behind the point.
     """
 
-    accuracies: tuple[float, ...]
+    scores: tuple[float, ...]
     differences: tuple[float, ...]
     bits: tuple[float, ...] = ()
+    digits: int = ACCURACY.digits
 
     def text(self, num_seeds: int, sign: str = "±") -> str:
         """As ``81.20 ± 0.51 (-0.30 ± 0.21)``, with the number of seeds if some are missing; bits on a second line."""
-        text = f"{mean(self.accuracies):.2f}"
-        if len(self.accuracies) > 1:
-            text += f" {sign} {stdev(self.accuracies):.2f}"
+        digits = self.digits
+        text = f"{mean(self.scores):.{digits}f}"
+        if len(self.scores) > 1:
+            text += f" {sign} {stdev(self.scores):.{digits}f}"
         if self.differences:
             error = standard_error(self.differences)
-            text += f" ({mean(self.differences):+.2f}{f' {sign} {error:.2f}' if error is not None else ''})"
-        if len(self.accuracies) < num_seeds:
-            text += f" n={len(self.accuracies)}"
+            text += (
+                f" ({mean(self.differences):+.{digits}f}{f' {sign} {error:.{digits}f}' if error is not None else ''})"
+            )
+        if len(self.scores) < num_seeds:
+            text += f" n={len(self.scores)}"
         return text + (f"\n{mean(self.bits):.2f} bits" if self.bits else "")
 
 
@@ -144,12 +151,14 @@ class Panel(NamedTuple):
         baseline: In full precision, ``None`` if that was not run.
         cells: By format (with schedule and rounding, if the sweep has several) and component.
         num_seeds: Seeds that the sweep has for it.
+        metric: What its scores are.
     """
 
     title: str
     baseline: Cell | None
     cells: dict[tuple[str, str], Cell]
     num_seeds: int
+    metric: Metric = ACCURACY
 
     @property
     def labels(self) -> list[str]:
@@ -165,7 +174,9 @@ class Panel(NamedTuple):
 def panels(runs: Sequence[RunSpec], recorded: dict[str, Row]) -> list[Panel]:
     """The results that are there, one panel for each data set, model and recipe, in the order of the runs."""
     results = {run: recorded[run.key]["result"] for run in runs if _is_done(run, recorded)}
-    accuracy = {run: 100 * result["test_acc"] for run, result in results.items()}
+    # Runs of before there were others are of accuracy.
+    metrics = {run: METRICS[result.get("metric", ACCURACY.name)] for run, result in results.items()}
+    scores = {run: metrics[run].scale * result["test_acc"] for run, result in results.items()}
     mean_bits = {run: result["mean_bits"] for run, result in results.items() if result.get("mean_bits") is not None}
     several_roundings = len({run.rounding for run in runs} - {NONE}) > 1
     recipes = {run.recipe for run in runs}
@@ -186,16 +197,18 @@ def panels(runs: Sequence[RunSpec], recorded: dict[str, Row]) -> list[Panel]:
         title = f"{model.upper()} on {dataset}"
         if len(recipes) > 1:
             title += "".join(f", {name} {value}" for name, value in recipe)
+        metric = next(metrics[run] for members in group.values() for run in members)
         cells = {
             place: Cell(
-                tuple(accuracy[run] for run in members),
-                tuple(accuracy[run] - accuracy[run.baseline] for run in members if run.baseline in accuracy),
+                tuple(scores[run] for run in members),
+                tuple(scores[run] - scores[run.baseline] for run in members if run.baseline in scores),
                 tuple(mean_bits[run] for run in members if run in mean_bits),
+                metric.digits,
             )
             for place, members in group.items()
         }
         baseline = cells.pop((BASELINE, NONE), None)
-        made.append(Panel(title, baseline, cells, len(seeds[dataset, model, recipe])))
+        made.append(Panel(title, baseline, cells, len(seeds[dataset, model, recipe]), metric))
     return made
 
 
@@ -206,12 +219,10 @@ def _is_done(run: RunSpec, recorded: dict[str, Row]) -> bool:
 
 def summary(panel: Panel) -> Table:
     """The panel as a table for the terminal."""
-    sign, caption = plus_minus(), "test accuracy in %, mean and deviation over seeds"
+    sign, caption = plus_minus(), f"{panel.metric.heading}, mean and deviation over seeds"
     if panel.baseline is not None:
-        accuracy = panel.baseline._replace(differences=()).text(panel.num_seeds, sign)
-        caption = (
-            f"{BASELINE}: {accuracy}; {caption} (difference to {BASELINE} of the same seeds and its standard error)"
-        )
+        score = panel.baseline._replace(differences=()).text(panel.num_seeds, sign)
+        caption = f"{BASELINE}: {score}; {caption} (difference to {BASELINE} of the same seeds and its standard error)"
     if any(cell.bits for cell in panel.cells.values()):
         caption += "; bits: mean over epochs and seeds"
     table = Table(title=panel.title, title_justify="left", caption=caption, caption_justify="left")
