@@ -10,7 +10,7 @@ from torch_geometric.loader import DataLoader
 
 from qgnn import summary
 from qgnn.cli import main
-from qgnn.cli.model import GRAPH_MODELS, GraphClassifier, make_model, parameter_groups
+from qgnn.cli.model import GRAPH_MODELS, GraphPredictor, make_model, parameter_groups
 from qgnn.cli.recipe import Recipe
 from qgnn.cli.run import train_run
 from qgnn.cli.scheme import parse_scheme
@@ -110,7 +110,7 @@ def test_graphs_are_learned(graphs: GraphSet, name: str) -> None:
 
 def test_the_first_convolution_decays_alone() -> None:
     model = make_model("gcn", 2, 2, RECIPE, parse_scheme("fp32"), by_graph=True)
-    assert isinstance(model, GraphClassifier)
+    assert isinstance(model, GraphPredictor)
     first, others = parameter_groups(model, 0.25)
     assert {id(p) for p in first["params"]} == {id(p) for p in model.convolutions.convs[0].parameters()}
     assert len(first["params"]) + len(others["params"]) == len(list(model.parameters()))
@@ -123,5 +123,5 @@ def test_one_layer_is_enough_where_the_last_is_dense(train_mutag: Train) -> None
 def test_a_model_of_nodes_is_refused(train_mutag: Train, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_mutag("--model", "gcn2") == 2
     message = capsys.readouterr().err
-    assert "gcn2 expects a data set with classes of nodes (got one with classes of graphs)" in message
+    assert "gcn2 expects a data set with classes of nodes (got one of many graphs)" in message
     assert "give one of gcn, sage, gat, gin" in message

@@ -133,7 +133,7 @@ def test_processes_draw_for_themselves(found: Found) -> None:
     [
         ("typo", "unrecognized arguments: --no-such-option; see qgnn --help"),
         ("graph", "2 processes expect batches, to share each (got a step over a whole graph); give --sampler neighbor"),
-        ("graphs", "2 processes expect batches, to share each (got graphs to classify); start a single one"),
+        ("graphs", "2 processes expect batches, to share each (got many graphs); start a single one"),
         ("batch", "--batch-size expects a node for each process, 2 (got 1)"),
         (
             "one rank",

@@ -19,11 +19,12 @@ from qgnn import summary
 from qgnn.cli import provenance, report
 from qgnn.cli import train as train_module
 from qgnn.cli.args import MODELS, build_parser
+from qgnn.cli.metric import METRICS
 from qgnn.cli.model import make_model, train_features
 from qgnn.cli.recipe import PLANETOID, WORDNET, Recipe, recipe_for
 from qgnn.cli.run import train_run
 from qgnn.cli.scheme import Scheme, parse_scheme
-from qgnn.cli.task import make_task, score
+from qgnn.cli.task import make_task
 from qgnn.nn import QGCNConv
 
 CPU = torch.device("cpu")
@@ -47,8 +48,8 @@ def result(qgnn_train: Callable[..., int], tmp_path: Path) -> dict[str, Any]:
 
 
 def test_json_has_the_promised_keys(result: dict[str, Any]) -> None:
-    assert set(result) == PROVENANCE_KEYS | {"dataset", "model", "device", "recipe", "runs"} | STEP_KEYS
-    assert (result["dataset"], result["model"], result["device"]) == ("photo", "gcn", "cpu")
+    assert set(result) == PROVENANCE_KEYS | {"dataset", "metric", "model", "device", "recipe", "runs"} | STEP_KEYS
+    assert [result[name] for name in ("dataset", "metric", "model", "device")] == ["photo", "accuracy", "gcn", "cpu"]
     assert [(run["precision"], run["seed"]) for run in result["runs"]] == [
         ("fp32", 5),
         ("fp32", 6),
@@ -274,9 +275,10 @@ def test_planetoid_features_are_normalized(qgnn_train: Callable[..., int], monke
 def test_multi_label_sets_are_scored_by_micro_f1(tiny: Data) -> None:
     out = torch.tensor([[1.0, -1.0], [1.0, 1.0], [-1.0, -1.0]])
     y = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
-    assert score(out, y) == pytest.approx(2 * 2 / (3 + 3))
+    assert METRICS["micro_f1"].of(out, y) == pytest.approx(2 * 2 / (3 + 3))
     data = tiny.clone()
     data.y = torch.nn.functional.one_hot(tiny.y).float()
+    assert make_task(data, CPU).metric.name == "micro_f1"
     assert 0 <= train_run(make_task(data, CPU), Recipe(hidden=4, epochs=2), parse_scheme("int8"), 0, CPU).test_acc <= 1
 
 

@@ -108,7 +108,7 @@ def test_columns_are_those_of_all_runs_whichever_are_recorded(tmp_path: Path) ->
         assert len(rows) == len(recorded)
     assert headers == {
         "dataset,model,format,component,schedule,rounding,seed,epochs,lr,status,"
-        "test_acc,final_loss,best_epoch,mean_bits,widths,error,commit"
+        "metric,test_acc,final_loss,best_epoch,mean_bits,widths,error,commit"
     }
 
 

@@ -196,7 +196,7 @@ def test_an_error_says_where_and_what_was_expected(read: Any, text: str, expecte
         ),
         (
             "formats='int8'\nmodels='gcn2'\ndatasets='mutag'",
-            "gcn2 expects a data set with classes of nodes (got one with classes of graphs)",
+            "gcn2 expects a data set with classes of nodes (got one of many graphs)",
         ),
     ],
 )

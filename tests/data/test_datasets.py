@@ -80,7 +80,7 @@ def write_cora(folder: Path) -> None:
 def test_load_finds_both_layouts_under_any_case(tmp_path: Path, below: str, name: str) -> None:
     write_minesweeper(tmp_path / below / "minesweeper" / "raw")
     data = load(name, tmp_path)
-    assert (data.num_nodes, data.x.shape) == (N, (N, 7))
+    assert (data.num_nodes, data.x.shape, data.metric) == (N, (N, 7), "roc_auc")
 
 
 @pytest.mark.parametrize("below", ["Cora", "Planetoid/Cora"])
@@ -105,6 +105,7 @@ def test_load_draws_a_split_where_there_is_none(tmp_path: Path) -> None:
     first = load("github", tmp_path)
     torch.manual_seed(2)
     second = load("github", tmp_path)
+    assert "metric" not in first, "accuracy, as is usual"
     for split in ("train_mask", "val_mask", "test_mask"):
         assert torch.equal(first[split], second[split])
         assert first[split].sum() == N // 3, "a third of each class of six"

@@ -1,11 +1,15 @@
 """Graph classification sets by name: their files, features and split. Nothing here needs a network."""
 
+import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from torch_geometric.data import Batch
+from torch_geometric.utils.smiles import x_map
 
+from molecules import ELEMENTS, read_chains, write_freesolv
 from qgnn.data import DatasetError, dataset_names, load, load_graphs
 from qgnn.data.graph_sets import MAX_DEGREE, OneHotDegree, draw_graph_split
 from tu_files import write_tu
@@ -64,20 +68,58 @@ def test_hubs_share_the_last_column(tmp_path: Path) -> None:
     assert x.argmax(1).tolist() == [MAX_DEGREE] + [0] * len(leaf)
 
 
-def test_missing_files_name_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("raw", ["TUDataset/PROTEINS/raw", "MoleculeNet/esol/raw", "MoleculeNet/freesolv/raw"])
+def test_missing_files_name_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: str) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError("Network is unreachable")
 
     monkeypatch.setattr("socket.create_connection", refuse)
     monkeypatch.setattr("urllib.request.getproxies", dict)
-    with pytest.raises(DatasetError, match="'proteins' is not in") as caught:
-        load_graphs("proteins", tmp_path)
-    assert str(tmp_path / "TUDataset" / "PROTEINS" / "raw") in str(caught.value)
+    name = raw.split("/")[1].lower()
+    with pytest.raises(DatasetError, match=f"'{name}' is not in") as caught:
+        load_graphs(name, tmp_path)
+    assert str(tmp_path / raw) in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("below", ["freesolv", "MoleculeNet/freesolv"])
+def test_molecules_have_one_hot_atoms_and_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str) -> None:
+    read_chains(monkeypatch)
+    numbers = torch.tensor(write_freesolv(tmp_path / below / "raw", 40))
+    graphs = load_graphs("FreeSolv", tmp_path)
+    assert graphs.metric == "rmse"
+    indices = [getattr(graphs, f"{split}_index") for split in SPLITS]
+    assert [len(index) for index in indices] == [32, 4, 4]
+    assert torch.cat(indices).sort().values.tolist() == list(range(40))
+    for split, index in zip(SPLITS, indices, strict=True):
+        batch = Batch.from_data_list(graphs.graphs(split))
+        assert torch.equal(batch.y, numbers[index])
+        assert batch.x.dtype == torch.float32
+        first = torch.tensor([0, *(len(values) for values in x_map.values())]).cumsum(0)
+        assert batch.x.shape[1] == first[-1] == 177
+        chains = "".join(batch.smiles)
+        atoms = [x_map["atomic_num"][int(row.argmax())] for row in batch.x[:, : first[1]]]
+        assert atoms == [ELEMENTS[atom] for atom in chains]
+        for begin, end in pairwise(first.tolist()):
+            assert (batch.x[:, begin:end].sum(1) == 1).all(), "one value of each category"
+        degrees = torch.bincount(batch.edge_index[1], minlength=batch.num_nodes)
+        assert torch.equal(batch.x[:, first[2] : first[3]].argmax(1), degrees)
+
+
+def test_molecules_without_rdkit_say_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once they are there, read by whomever, they are taken without it."""
+    monkeypatch.setitem(sys.modules, "rdkit", None)
+    write_freesolv(tmp_path / "freesolv" / "raw", 40)
+    with pytest.raises(DatasetError, match="'freesolv' needs the package 'rdkit' to be read: pip install rdkit"):
+        load_graphs("freesolv", tmp_path)
+    with monkeypatch.context() as reader:
+        read_chains(reader)
+        load_graphs("freesolv", tmp_path)
+    assert len(load_graphs("freesolv", tmp_path).dataset) == 40
+
+
 def test_each_function_names_the_other() -> None:
-    assert {"mutag", "proteins", "enzymes", "mutagenicity"} <= set(dataset_names("graph"))
+    assert {"mutag", "proteins", "enzymes", "mutagenicity", "esol", "freesolv"} <= set(dataset_names("graph"))
     assert not set(dataset_names("graph")) & set(dataset_names())
     with pytest.raises(ValueError, match="'load' does not read the data set 'MUTAG'; call 'load_graphs', which does"):
         load("MUTAG")
