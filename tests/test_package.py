@@ -101,7 +101,7 @@ def test_metadata_names_license_and_command(built: tuple[Path, Path, str]) -> No
         texts = {name.rpartition("/")[2]: wheel.read(name).decode() for name in wheel.namelist() if "dist-info" in name}
     assert "License-Expression: MIT AND LicenseRef-WordNet\n" in texts["METADATA"]
     assert "qgnn = qgnn.cli:main" in texts["entry_points.txt"]
-    for extra in ("test", "bench", "ogb", "optim", "docs", "notebooks", "lint", "dev"):
+    for extra in ("test", "bench", "ogb", "molecules", "optim", "docs", "notebooks", "lint", "dev"):
         assert f"Provides-Extra: {extra}\n" in texts["METADATA"]
 
 

@@ -127,7 +127,7 @@ def test_all_neighbors_have_a_name() -> None:
         (["--sampler", "neighbor", "--fanout", "5,x"], "of at least 1, or all (got 'x')"),
         (["--sampler", "cluster"], "--sampler: invalid choice: 'cluster'"),
         (["--sampler", "neighbor", "--batch-size", "0"], "--batch-size: expected a whole number of at least 1 (got 0)"),
-        (["--sampler", "neighbor", "--dataset", "mutag"], "expects a data set with classes of nodes (got one with"),
+        (["--sampler", "neighbor", "--dataset", "mutag"], "expects a data set with classes of nodes (got one of many"),
     ],
 )
 def test_what_does_not_fit_is_one_line(
