@@ -21,7 +21,7 @@ from qgnn.cli import train as train_module
 from qgnn.cli.args import MODELS, build_parser
 from qgnn.cli.metric import METRICS
 from qgnn.cli.model import make_model, train_features
-from qgnn.cli.recipe import PLANETOID, WORDNET, Recipe, recipe_for
+from qgnn.cli.recipe import GRAPHS, MOLECULES, PLANETOID, WORDNET, Recipe, recipe_for, usual_recipe
 from qgnn.cli.run import train_run
 from qgnn.cli.scheme import Scheme, parse_scheme
 from qgnn.cli.task import make_task
@@ -240,6 +240,7 @@ def test_recipes_follow_the_data_set_and_the_options(tiny: Data) -> None:
     assert recipe() == WORDNET
     assert recipe("--dataset", "Cora") == PLANETOID
     assert recipe("--dataset", "photo") == Recipe()
+    assert (usual_recipe("MUTAG", "gcn", None), usual_recipe("ESOL", "gcn", None)) == (GRAPHS, MOLECULES)
     assert recipe("--model", "gcn2").layers == 8
     assert recipe("--model", "gcn2", "--layers", "4").layers == 4
     given = recipe("--layers", "3", "--dropout", "0", "--weight-decay", "0", "--lr", "0.5", "--epochs", "7")
