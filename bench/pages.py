@@ -45,12 +45,16 @@ def trained(results: Path) -> dict[str, list[dict[str, Any]]]:
 
 def train_region(results: list[dict[str, Any]]) -> str:
     """The table that the command printed on each machine, and where it comes from."""
+    from qgnn.cli.metric import ACCURACY, METRICS
     from qgnn.cli.report import cells, is_compressed
 
     parts = []
     for result in results:
-        rows = [(f"{name} ({'PyG' if name in PYG else 'qgnn'})", *rest) for name, *rest in cells(result["runs"])]
-        headings = COMPRESSED if is_compressed(result["runs"]) else TRAIN
+        metric = METRICS[result.get("metric", ACCURACY.name)]  # older results have accuracies
+        found = cells(result["runs"], metric=metric)
+        rows = [(f"{name} ({'PyG' if name in PYG else 'qgnn'})", *rest) for name, *rest in found]
+        first, _, *others = COMPRESSED if is_compressed(result["runs"]) else TRAIN
+        headings = (first, metric.heading, *others)
         parts.append(f"{table(headings, rows)}\n\n{_origin(result)}")
     return "\n\n".join(parts)
 

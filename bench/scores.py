@@ -7,32 +7,44 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
+from qgnn.cli.metric import ACCURACY as ACCURACY_METRIC
+from qgnn.cli.metric import METRICS, Metric
+
 from .records import Record
 from .summary import table
 from .tables import Groups, Rows, region, spread
 
 FULL = "pyg fp32"
 KEPT = ("qgnn int8", "qgnn int8 kept-int2-rp8", "qgnn int8 kept-int2-rp8-vm", "qgnn int4")
-ACCURACY = ("data set", "model", "PyG fp32 %", *(name.replace(" kept-", ", kept ") for name in KEPT), "seeds")
-WORST = ("provider", "models", "mean difference", "least of fp32 %", "where", "below fp32 beyond its interval")
+ACCURACY = ("data set", "model", "score", "PyG fp32", *(name.replace(" kept-", ", kept ") for name in KEPT), "seeds")
+WORST = ("provider", "models", "mean difference", "least of fp32 %", "where", "worse than fp32 beyond its interval")
 ABLATION = ("data set", "rounding", "scale a", "last layer", "int8", "int4", "seeds")
 NOTE = (
-    "Test accuracy at the best validation epoch: of PyG's models in fp32, mean and standard deviation over the seeds; "
-    "of the others the difference in points, with a confidence interval of 95 %. A seed gives all the same weights."
+    "Test score at the best validation epoch: of PyG's models in fp32, mean and standard deviation over the seeds; of "
+    "the others the difference, with a confidence interval of 95 %. A seed gives all the same weights."
 )
 
 
 class Runs:
-    """The scores in percent of one model on one data set, by provider and seed."""
+    """The scores of one model on one data set, by provider and seed.
+
+    Attributes:
+        metric: What they are; shares are in percent.
+    """
+
+    metric: Metric = ACCURACY_METRIC
 
     def __init__(self) -> None:
         self.by_provider: dict[str, dict[str, float]] = {}
 
     def add(self, record: Record) -> None:
+        found = record.get("metrics", {})
+        self.metric = next((METRICS[name] for name in found if name in METRICS), ACCURACY_METRIC)
+        score = self.metric.scale * (record["test_acc"] if self.metric.scale == 100 else found[self.metric.name])
         name = record["provider"]
         full = name.startswith("pyg") and name.endswith("fp32")  # whatever form its edges have
         seed = f"{record['case'].rsplit('/', 1)[1]} {record['commit']}"
-        self.by_provider.setdefault(FULL if full else name, {})[seed] = 100 * record["test_acc"]
+        self.by_provider.setdefault(FULL if full else name, {})[seed] = score
 
     def pairs(self, provider: str) -> list[tuple[float, float]]:
         """Scores in fp32 and of a provider, of the seeds that both have at one commit."""
@@ -41,6 +53,17 @@ class Runs:
 
     def differences(self, provider: str) -> list[float]:
         return [other - full for full, other in self.pairs(provider)]
+
+    def share(self, provider: str) -> float:
+        """What is left of the score in fp32, of an error its inverse."""
+        full, other = (mean(values) for values in zip(*self.pairs(provider), strict=True))
+        return other / full if self.metric.larger_is_better else full / other
+
+    def is_worse(self, provider: str) -> bool:
+        """Whether all of the interval is."""
+        values = self.differences(provider)
+        worse = -mean(values) if self.metric.larger_is_better else mean(values)
+        return len(values) > 1 and worse > half_width(values)
 
 
 def runs_of(groups: Groups, ablation: bool) -> dict[tuple[str, str], Runs]:
@@ -60,11 +83,11 @@ def half_width(values: Sequence[float]) -> float:
     return float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
-def interval(values: Sequence[float]) -> str:
+def interval(values: Sequence[float], digits: int = 2) -> str:
     """Mean and half the width of its interval."""
     if not values:
         return ""
-    return f"{mean(values):+.2f}" + (f" ± {half_width(values):.2f}" if len(values) > 1 else "")
+    return f"{mean(values):+.{digits}f}" + (f" ± {half_width(values):.{digits}f}" if len(values) > 1 else "")
 
 
 def accuracy_rows(groups: Groups) -> Rows:
@@ -73,25 +96,26 @@ def accuracy_rows(groups: Groups) -> Rows:
         counts = [len(pairs) for name in KEPT if (pairs := runs.pairs(name))]
         if counts:
             full = [value for value, _ in max((runs.pairs(name) for name in KEPT), key=len)]
-            cells = (interval(runs.differences(name)) for name in KEPT)
+            metric = runs.metric
+            cells = (interval(runs.differences(name), metric.digits) for name in KEPT)
             seeds = str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
-            yield dataset, model, spread(full), *cells, seeds
+            yield dataset, model, f"{metric.label}{metric.unit}", spread(full, metric.digits), *cells, seeds
 
 
 def worst_rows(groups: Groups) -> Rows:
-    """A line a provider: what it keeps of the accuracy in fp32 at least, and how often it loses what noise is not."""
+    """A line a provider: what it keeps of the scores in fp32 at least, and how often it loses what noise is not."""
     every = runs_of(groups, ablation=False)
     for name in KEPT:
-        found = {key: runs.pairs(name) for key, runs in every.items() if runs.pairs(name)}
+        found = {key: runs for key, runs in every.items() if runs.pairs(name)}
         if not found:
             continue
-        ratios = {key: mean(b for _, b in pairs) / mean(a for a, _ in pairs) for key, pairs in found.items()}
-        lowest = min(ratios, key=ratios.__getitem__)
-        by_model = [every[key].differences(name) for key in found]
-        below = sum(len(values) > 1 and mean(values) + half_width(values) < 0 for values in by_model)
+        shares = {key: runs.share(name) for key, runs in found.items()}
+        lowest = min(shares, key=shares.__getitem__)
+        points = [mean(runs.differences(name)) for runs in found.values() if runs.metric.scale == 100]
+        worse = sum(runs.is_worse(name) for runs in found.values())
         yield (
-            *(name, str(len(found)), f"{mean(map(mean, by_model)):+.2f}"),
-            *(f"{100 * ratios[lowest]:.1f}", " ".join(lowest), str(below)),
+            *(name, str(len(found)), f"{mean(points):+.2f}" if points else ""),
+            *(f"{100 * shares[lowest]:.1f}", " ".join(lowest), str(worse)),
         )
 
 

@@ -40,7 +40,9 @@ def sweep_region(journals: Sequence[Sequence[dict[str, Any]]]) -> str:
         ended = (line["run"] for line in recorded.values())
         runs = [RunSpec(**{**fields, "recipe": tuple(fields["recipe"].items())}) for fields in ended]
         runs.sort(key=_place)  # they end in no certain order
+        scores: dict[str, None] = {}
         for panel in panels(runs, recorded):
+            scores[panel.metric.heading.replace(" %", " in %")] = None
             heads = [component.replace("_", " ") for component in panel.components]
             rows = []
             for label in panel.labels:
@@ -53,7 +55,7 @@ def sweep_region(journals: Sequence[Sequence[dict[str, Any]]]) -> str:
                 text += f"\n\n{BASELINE}: {panel.baseline._replace(differences=()).text(panel.num_seeds)}"
             parts.append(text)
         parts.append(
-            f"`{shown(starts[0]['command'])}`: {len(runs)} runs; test accuracy in %, mean and deviation over seeds "
+            f"`{shown(starts[0]['command'])}`: {len(runs)} runs; {', '.join(scores)}, mean and deviation over seeds "
             f"(difference to {BASELINE} and its standard error); "
             f"{starts[0]['machine']}; {', '.join(dict.fromkeys(f'commit {commit_of(start)}' for start in starts))}"
         )

@@ -64,9 +64,9 @@ def layer_rows(groups: Groups) -> Rows:
         )
 
 
-def spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float], digits: int = 2) -> str:
     """Mean and standard deviation."""
-    return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
+    return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
 def difference(values: Sequence[float]) -> str:

@@ -28,8 +28,8 @@ def test_accuracy_is_compared_seed_by_seed(tmp_path: Path) -> None:
     found = dict(pages.regions(tmp_path))
     # Differences 1, 0, -2: mean -1/3, deviation 1.53, over the root of 3, times 4.30; -40, -39, -38: 4.30 times 0.577.
     assert rows(found["accuracy"], "cora") == [
-        ["cora", "gcn", "82.00 ± 2.00", "-0.33 ± 3.79", "", "", "-39.00 ± 2.48", "3"],
-        ["cora", "gin", "50.00", "-2.00", "", "", "", "1"],
+        ["cora", "gcn", "accuracy %", "82.00 ± 2.00", "-0.33 ± 3.79", "", "", "-39.00 ± 2.48", "3"],
+        ["cora", "gin", "accuracy %", "50.00", "-2.00", "", "", "", "1"],
     ]
     assert scores.NOTE in found["accuracy"]
     assert rows(found["accuracy:worst"], "qgnn") == [
@@ -39,6 +39,20 @@ def test_accuracy_is_compared_seed_by_seed(tmp_path: Path) -> None:
     text = report.markdown(tmp_path)
     assert rows(text, "cora/gin/seed0", "qgnn")[0][9] == "0.4800"
     assert rows(text, "cora", "gin", "-2.00")
+
+
+def test_an_error_is_better_when_it_is_smaller(tmp_path: Path) -> None:
+    for seed, (full, quantized) in enumerate([(0.8, 1.0), (0.8, 1.01), (0.8, 0.99)]):
+        for provider, rmse in (("pyg fp32", full), ("qgnn int8", quantized), ("qgnn int4", full - 0.1)):
+            write(tmp_path, "accuracy", f"esol/gcn/seed{seed}", provider, metrics={"rmse": rmse, "best_epoch": 1.0})
+    found = dict(pages.regions(tmp_path))
+    assert rows(found["accuracy"], "esol") == [
+        ["esol", "gcn", "RMSE", "0.800 ± 0.000", "+0.200 ± 0.025", "", "", "-0.100 ± 0.000", "3"],
+    ]
+    assert rows(found["accuracy:worst"], "qgnn") == [
+        ["qgnn int8", "1", "", "80.0", "esol gcn", "1"],
+        ["qgnn int4", "1", "", "114.3", "esol gcn", "0"],
+    ]
 
 
 def test_an_ablation_has_a_line_for_each_set_of_rules(tmp_path: Path) -> None:

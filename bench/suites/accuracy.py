@@ -2,8 +2,8 @@
 
 A case is a seed: PyG's model in fp32, the converted one with int8 and int4 codes, and int8 with what is kept for the
 backward pass in two bits of projected rows. All start from the same weights; what is recorded is the test score at the
-best validation epoch. Cases under ``ablation`` take rules of rounding away, one by one and together. The gate looks at
-the untrained model, whose result conversion may change by rounding alone.
+best validation epoch, in the metric of the data set. Cases under ``ablation`` take rules of rounding away, one by one
+and together. The gate looks at the untrained model, whose result conversion may change by rounding alone.
 """
 
 import sys
@@ -26,7 +26,7 @@ from . import tasks
 from .inputs import Setting, require_bf16
 from .step import TOLERANCE, tolerance_of
 
-GRAPHS = ("mutag", "proteins", "mutagenicity")
+GRAPHS = ("mutag", "proteins", "mutagenicity", "esol", "freesolv")
 NODES = (
     *("cora", "citeseer", "cora-ml", "pubmed", "dblp", "minesweeper", "photo", "computers", "tolokers"),
     *("debian", "wordnet", "cs", "cornell5", "physics"),
@@ -81,8 +81,9 @@ class Problem:
         task, recipe = tasks.load(self.dataset, self.model, self.setting)
         recipe = replace(recipe, eval_every=EVAL_EVERY)
         run = train_run(task, recipe, scheme, self.seed, self.setting.device, self.model, measure=False)
-        found = {"best_epoch": float(run.best_epoch), "final_loss": run.final_loss}
-        return Measured(self.untrained(scheme), [run.epoch_ms], None, None, run.test_acc, found)
+        found = {task.metric.name: run.test_acc, "best_epoch": float(run.best_epoch), "final_loss": run.final_loss}
+        share = run.test_acc if task.metric.scale == 100 else None
+        return Measured(self.untrained(scheme), [run.epoch_ms], None, None, share, found)
 
     def untrained(self, scheme: Scheme, dtype: torch.dtype = torch.float32) -> Sequence[Tensor]:
         task, recipe = tasks.load(self.dataset, self.model, self.setting)
