@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +36,40 @@ class CompressedTensor:
     columns: int = 0
     projection_seed: Tensor | None = None
 
+    def check(self, owner: str, name: str) -> None:
+        """Raise unless the fields fit together: those of a record that was put together by hand may not.
+
+        Args:
+            owner: Who was given the record, for the message.
+            name: As what.
+
+        Raises:
+            TypeError: If a field has the wrong type.
+            ValueError: If a size is not that of the tensor's blocks, or tensors lie on different devices.
+        """
+        if torch.compiler.is_compiling():  # sizes are symbols there
+            return
+        what = f"'{owner}' expects '{name}' as 'compress' makes it"
+        for key, kinds in _FIELDS.items():
+            value = getattr(self, key)
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise TypeError(f"{what} (got {type(value).__name__} as its '{key}')")
+        if not self.dtype.is_floating_point:
+            raise TypeError(f"{what} (got values of {self.dtype})")
+        size, columns = self.blocks.block_size, self.columns
+        fits = columns == 0 if self.projection_seed is None else columns > 0 and len(self.shape) > 1
+        if size is None or not fits:
+            raise ValueError(f"{what} (got {self.blocks}, {columns} columns, seed {self.projection_seed})")
+        num_values = prod(self.shape[:-1]) * columns if columns else prod(self.shape)
+        num_blocks = -(-num_values // size)
+        expected = [num_blocks, size * self.blocks.bits // 8]
+        shapes = [list(t.shape) for t in (self.packed, self.low, self.step)]
+        if shapes != [expected, [num_blocks], [num_blocks]]:
+            raise ValueError(
+                f"{what}: 'packed' {expected}, 'low' and 'step' [{num_blocks}] for values {list(self.shape)} (got "
+                f"{', '.join(map(str, shapes))})"
+            )
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All that it holds."""
@@ -47,3 +83,15 @@ class CompressedTensor:
 
     def __repr__(self) -> str:
         return f"CompressedTensor({self.dtype} {tuple(self.shape)}, {self.blocks}, {self.nbytes} bytes)"
+
+
+_FIELDS: dict[str, Any] = {
+    "packed": Tensor,
+    "low": Tensor,
+    "step": Tensor,
+    "blocks": Blocks,
+    "shape": torch.Size,
+    "dtype": torch.dtype,
+    "columns": int,
+    "projection_seed": (Tensor, type(None)),
+}

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgnn.packing import CHUNK, Layout, per_value, row_parts, scale_blocks_
+from qgnn.packing import CHUNK, FLOAT8, Layout, packed_bytes, per_value, row_parts, scale_blocks_
+from qgnn.rounding import MAX_BLOCK_SIZE
 
 
 @dataclass(frozen=True)
@@ -227,9 +228,69 @@ class QTensor:
         own = sum(t.nbytes for t in self.tensors if t is not None)
         return own if self.columns is None else own + self.columns.nbytes
 
+    def check(self, owner: str, name: str) -> None:
+        """Raise unless the fields fit together: those of a record that was put together by hand may not.
+
+        Args:
+            owner: Who was given the record, for the message.
+            name: As what.
+
+        Raises:
+            TypeError: If a field has the wrong type.
+            ValueError: If storage, scales or zero points have other shapes than codes and blocks have, or lie on
+                different devices.
+        """
+        if torch.compiler.is_compiling():  # sizes are symbols there
+            return
+        what = f"'{owner}' expects '{name}' as 'quantize' or a format makes it"
+        for key, kinds in _FIELDS.items():
+            value = getattr(self, key)
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise TypeError(f"{what} (got {type(value).__name__} as its '{key}')")
+        if not self.dtype.is_floating_point:
+            raise TypeError(f"{what} (got values of {self.dtype})")
+        if not self._stores(self.storage.dtype) or not self.scales.is_floating_point():
+            raise TypeError(f"{what} (got storage in {self.storage.dtype}, scales in {self.scales.dtype})")
+        layout, dim, stored = self.layout, self._dim, list(self.shape)
+        has_blocks = self.block_size is None or 1 <= self.block_size <= MAX_BLOCK_SIZE
+        if not -len(stored) <= dim < 0 or not has_blocks:
+            raise ValueError(f"{what} (got dimension {dim} of {stored}, blocks of {self.block_size})")
+        width = stored[dim]
+        if layout is not None and layout.bits != 8:
+            stored[dim] = packed_bytes(width, layout.bits)
+        scales = [{1, size} for size in self.shape]
+        scales[dim] = {1, width} if self.block_size is None else {-(-width // self.block_size)}
+        fits = len(self.scales.shape) == len(scales) and all(map(set.__contains__, scales, self.scales.shape))
+        zero_fits = self.zero is None or self.zero.shape == self.scales.shape
+        if list(self.storage.shape) != stored or not fits or not zero_fits:
+            shapes = [None if t is None else list(t.shape) for t in self.tensors]
+            raise ValueError(
+                f"{what} (got storage {shapes[0]}, scales {shapes[1]} and zero points {shapes[2]} for values "
+                f"{list(self.shape)} in blocks of {self.block_size})"
+            )
+        devices = {t.device for t in self.tensors if t is not None}
+        if len(devices) > 1:
+            raise ValueError(f"{what} (got tensors on {' and '.join(sorted(map(str, devices)))})")
+
+    def _stores(self, dtype: torch.dtype) -> bool:
+        """Whether that is a type that codes are stored in."""
+        if self.layout is None:
+            return not dtype.is_complex and dtype != torch.bool
+        if self.layout.bits != 8:
+            return dtype == torch.uint8
+        if self.layout.mantissa_bits is not None:
+            return dtype == FLOAT8[self.layout.mantissa_bits]
+        return dtype == (torch.int8 if self.layout.signed else torch.uint8)
+
     def dequantize(self) -> Tensor:
         """The values that the codes stand for, of type ``dtype``; of a large tensor part by part, unless codes lie
-        along its first dimension."""
+        along its first dimension.
+
+        Raises:
+            TypeError: As :meth:`check` does.
+            ValueError: As :meth:`check` does.
+        """
+        self.check("dequantize", "q")
         if torch.compiler.is_compiling() or not self.has_parts or self.shape.numel() <= CHUNK:
             return self._decoded()
         values = torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -276,6 +337,16 @@ class QTensor:
             f"QTensor({codes} {tuple(self.shape)}, scale {tuple(self.scales.shape)}, "
             f"{self.nbytes} bytes for {self.shape.numel()} values of {self.dtype})"
         )
+
+
+_FIELDS: dict[str, Any] = {
+    "storage": Tensor,
+    "scales": Tensor,
+    "zero": (Tensor, type(None)),
+    "block_size": (int, type(None)),
+    "dtype": torch.dtype,
+    "layout": (Layout, type(None)),
+}
 
 
 def _is_float8(dtype: torch.dtype) -> bool:

@@ -58,7 +58,7 @@ class Operands(NamedTuple):
         return self._replace(options=self.options | options, exact_options=self.exact_options | options)
 
 
-_ROWS = {
+ROWS = {
     "attention": {"x": "x_scale"},
     "attention_gatv2": {"x_target": "target_scale", "x_source": "source_scale"},
     "attention_dot": {"query": "query_scale", "key": "key_scale", "value": "value_scale"},
@@ -75,7 +75,7 @@ def operands(
     if kind == "attention":
         args = [torch.randn(g.targets, H), torch.randn(g.sources, H)]
         exact_args = [t.double() for t in args]
-    for name, scale_name in _ROWS[kind].items():
+    for name, scale_name in ROWS[kind].items():
         num_rows = g.targets if name in ("x_target", "query") else g.sources
         if codes:
             x, scale = torch.randint(-127, 128, (num_rows, H * D), dtype=torch.int8), torch.rand(num_rows, H) / 64
@@ -125,6 +125,7 @@ def bounds(kind: str, g: Graph, o: Operands, lse: Tensor, grad: Tensor) -> list[
     sums over the edges of a row, of products of p, up to six other factors and a sum over D columns, and D, itself a
     sum.
     """
+    slope = o.options.get("negative_slope", SLOPE)
     H, row, index = o.heads, torch.repeat_interleave(g.indptr.diff().long()), g.index.long()
     E, N, S = index.numel(), g.targets, g.sources
     D = grad.shape[1] // H
@@ -137,11 +138,11 @@ def bounds(kind: str, g: Graph, o: Operands, lse: Tensor, grad: Tensor) -> list[
         target, source, x = o.exact_args
         other = o.exact_options.get("edge_score", torch.zeros(E, H, dtype=torch.float64))
         score, size = target[row] + source[index] + other, target[row].abs() + source[index].abs() + other.abs()
-        score, value = leaky_relu(score, SLOPE), by_head(x)[index].abs()
+        score, value = leaky_relu(score, slope), by_head(x)[index].abs()
     elif kind == "attention_gatv2":
         (target, source), att = (by_head(x) for x in o.exact_args[:2]), o.exact_args[2]
         hidden = target[row].abs() + source[index].abs() + edge.abs()
-        score = (leaky_relu(target[row] + source[index] + edge, SLOPE) * att).sum(2)
+        score = (leaky_relu(target[row] + source[index] + edge, slope) * att).sum(2)
         size, value = (hidden * att.abs()).sum(2), source[index].abs()
     else:
         query, key, values = (by_head(x) for x in o.exact_args)

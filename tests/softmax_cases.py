@@ -29,10 +29,12 @@ def exact_softmax(indptr: Tensor, scores: Tensor) -> Tensor:
     return by_row(indptr, scores.double(), lambda row: row.softmax(0))
 
 
-def edge_scores(indptr: Tensor, index: Tensor, score_target: Tensor, score_source: Tensor) -> Tensor:
+def edge_scores(
+    indptr: Tensor, index: Tensor, score_target: Tensor, score_source: Tensor, slope: float = SLOPE
+) -> Tensor:
     """What attention takes the softmax of, in float64."""
     target = torch.repeat_interleave(indptr.diff().long())
-    return leaky_relu(score_target.double()[target] + score_source.double()[index.long()], SLOPE)
+    return leaky_relu(score_target.double()[target] + score_source.double()[index.long()], slope)
 
 
 def degrees(indptr: Tensor) -> Tensor:
@@ -92,11 +94,17 @@ def exact_backward(indptr: Tensor, out: Tensor, grad: Tensor) -> tuple[Tensor, T
 
 
 def exact_attention_backward(
-    indptr: Tensor, scores: Tensor, out: Tensor, grad: Tensor, indptr_t: Tensor, order: Tensor
+    indptr: Tensor,
+    scores: Tensor,
+    out: Tensor,
+    grad: Tensor,
+    indptr_t: Tensor,
+    order: Tensor,
+    slope: float = SLOPE,
 ) -> list[tuple[Tensor, Tensor]]:
     """The gradients of targets' and sources' scores with their bounds: as many additions as there are edges."""
     edge, bound = exact_backward(indptr, out, grad)
-    edge = torch.where(scores > 0, edge, SLOPE * edge)
+    edge = torch.where(scores > 0, edge, slope * edge)
     order = order.long()
     return [
         (row_sums(pointer, e), row_sums(pointer, b + (degrees(pointer) + 1) * EPS * e.abs()) + TINY)

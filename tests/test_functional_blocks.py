@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -358,3 +359,26 @@ def test_rejects(call: Callable[[], object], error: type[Exception], message: st
 def test_the_names_are_public() -> None:
     assert functional.compress is compress
     assert {"compress", "decompress"} <= set(functional.__all__)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"packed": None}, TypeError, r"got NoneType as its 'packed'\)"),
+        ({"blocks": "int2"}, TypeError, r"got str as its 'blocks'\)"),
+        ({"shape": (9, 33)}, TypeError, r"got tuple as its 'shape'\)"),
+        ({"dtype": torch.int8}, TypeError, r"got values of torch.int8\)"),
+        ({"packed": torch.zeros(4, 9, dtype=torch.uint8)}, ValueError, r"'packed' \[5, 16\], .* \(got \[4, 9\], \[5\]"),
+        ({"low": torch.zeros(4)}, ValueError, r"\(got \[5, 16\], \[4\], \[5\]\)"),
+        ({"shape": torch.Size([9, 40])}, ValueError, r"'packed' \[6, 16\], 'low' and 'step' \[6\]"),
+        ({"columns": 4}, ValueError, r"got int2-g64, 4 columns, seed None\)"),
+        ({"projection_seed": torch.tensor([1])}, ValueError, r"0 columns, seed tensor"),
+    ],
+)
+def test_fields_that_do_not_fit_together_are_refused(
+    fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    c = replace(compress(torch.randn(9, 33), bits=2, block_size=64), **fields)
+    for rows in (None, slice(0, 2)):
+        with pytest.raises(error, match=f"'decompress' expects 'c' as 'compress' makes it.*{message}"):
+            decompress(c, rows)

@@ -2,13 +2,18 @@
 
 import copy
 import pickle
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from qgnn import QTensor
+import soak_files
+from qgnn import QConfig, QTensor, functional
 from qgnn.formats import MSFP, MXFP4, FixedPoint, Format, Int
+from soak_cases import Draw
 
 CODES = torch.tensor([[1, -2, 3, 0, 5], [-127, 127, 0, 1, -1]], dtype=torch.int8)
 
@@ -168,3 +173,57 @@ def test_other_memory() -> None:
     q = Int(8).encode(torch.randn(5, 4)).pin_memory()
     assert q.storage.is_pinned()
     assert q.scales.is_pinned()
+
+
+X = torch.randn(6, 33, generator=torch.Generator().manual_seed(0))
+# The format of a record, and what is put in place of a field: another size, type, block or device, or no tensor at all.
+MISFITS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (QConfig(), {"storage": None}, TypeError, r"got NoneType as its 'storage'\)"),
+    (QConfig(), {"scales": 3}, TypeError, r"got int as its 'scales'\)"),
+    (QConfig(), {"zero": 0.5}, TypeError, r"got float as its 'zero'\)"),
+    (QConfig(), {"block_size": True}, TypeError, r"got bool as its 'block_size'\)"),
+    (QConfig(), {"dtype": "float32"}, TypeError, r"got str as its 'dtype'\)"),
+    (QConfig(), {"dtype": torch.int64}, TypeError, r"got values of torch.int64\)"),
+    (QConfig(), {"scales": torch.ones(6, 1).long()}, TypeError, "got storage in torch.int8, scales in torch.int64"),
+    (QConfig(), {"storage": torch.zeros(6, 33, dtype=torch.complex64)}, TypeError, "got storage in torch.complex64"),
+    (
+        QConfig(),
+        {"scales": torch.ones(5, 1)},
+        ValueError,
+        r"got storage \[6, 33\], scales \[5, 1\] and zero points None",
+    ),
+    (QConfig(), {"scales": torch.ones(6)}, ValueError, r"scales \[6\] and zero points None for values \[6, 33\]"),
+    (QConfig(), {"zero": torch.ones(6, 2)}, ValueError, r"zero points \[6, 2\]"),
+    (QConfig(), {"scales": torch.ones(6, 1, device="meta")}, ValueError, "got tensors on cpu and meta"),
+    (QConfig(), {"block_size": 16}, ValueError, r"scales \[6, 1\] .* in blocks of 16"),
+    (QConfig(), {"block_size": 0}, ValueError, "blocks of 0"),
+    (Int(4), {"storage": torch.zeros(6, 16, dtype=torch.uint8)}, ValueError, r"got storage \[6, 16\]"),
+    (Int(4), {"storage": torch.zeros(6, 17, dtype=torch.int8)}, TypeError, "got storage in torch.int8"),
+    (MSFP(3), {"block_size": 8}, ValueError, "in blocks of 8"),
+    (MSFP(3), {"block_size": 10**30}, ValueError, "blocks of 1000"),
+    (MXFP4(), {"scales": torch.ones(6, 1).to(torch.float8_e8m0fnu)}, ValueError, r"scales \[6, 1\]"),
+]
+
+
+@pytest.mark.parametrize(("fmt", "fields", "error", "message"), MISFITS)
+def test_fields_that_do_not_fit_together_are_refused(
+    fmt: Any, fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    q = replace(functional.quantize(X, fmt), **fields)
+    weight, edges = torch.randn(4, 33), torch.tensor([[0, 1], [2, 3]])
+    for use, owner, name in (
+        (lambda: q.dequantize(), "dequantize", "q"),
+        (lambda: functional.linear(q, weight), "linear", "x"),
+        (lambda: functional.spmm(edges, q, config=QConfig()), "spmm", "x"),
+        (lambda: functional.graph_linear(edges, q, weight), "graph_linear", "x"),
+        (lambda: functional.sddmm(edges, q, q), "sddmm", "x_source"),
+    ):
+        with pytest.raises(error, match=f"'{owner}' expects '{name}' as 'quantize' or a format makes it.*{message}"):
+            use()
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**63))
+def test_any_field_that_is_another_one_is_refused_or_taken(seed: int) -> None:
+    """Compressed tensors too."""
+    soak_files.storage(Draw(seed))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import random
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from qgnn.cli.errors import UsageError
-from qgnn.data.disk import replace_file
+from qgnn.data.disk import load_whole, replace_file
 
 VERSION = 1
+OTHER_FILE = (
+    "--resume expects a checkpoint of this version of qgnn train (got {}, another file); begin without --resume, with "
+    "another --checkpoint"
+)
 KEYS = {"version", "arguments", "start", "runs", "current"}
 
 
@@ -75,7 +78,7 @@ class Checkpoint:
         """Go on from what :func:`read_checkpoint` found.
 
         Raises:
-            UsageError: If it is of other arguments.
+            UsageError: If it is of other arguments, or of something else.
         """
         different = [
             f"{name} {saved['arguments'].get(name)} (got {value})"
@@ -87,6 +90,8 @@ class Checkpoint:
                 f"--resume expects the arguments that {str(self.path)!r} was written with: {', '.join(different)}; "
                 "give the same, or another --checkpoint without --resume"
             )
+        if saved["start"].keys() != self.start.keys():
+            raise UsageError(OTHER_FILE.format(repr(str(self.path))))
         self.start, self.runs, self._current = saved["start"], saved["runs"], saved["current"]
 
 
@@ -113,21 +118,29 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             "--resume"
         ) from error
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            if (damaged := archive.testzip()) is not None:  # torch checks no sums
-                raise ValueError(f"{damaged} is not what was written")
-        saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # of any type, by where it is damaged
-        reason = str(error).partition("\n")[0]
+        saved = load_whole(content)
+    except ValueError as error:
         raise UsageError(
-            f"--resume expects a whole checkpoint (got {str(path)!r}: {reason}); begin without --resume, or give a copy"
+            f"--resume expects a whole checkpoint (got {str(path)!r}: {error}); begin without --resume, or give a copy"
         ) from error
-    if not isinstance(saved, dict) or saved.keys() != KEYS or saved["version"] != VERSION:
-        raise UsageError(
-            f"--resume expects a checkpoint of this version of qgnn train (got {str(path)!r}, another file); begin "
-            "without --resume, with another --checkpoint"
-        )
+    if not _is_ours(saved):
+        raise UsageError(OTHER_FILE.format(repr(str(path))))
     return saved
+
+
+def _is_ours(saved: Any) -> bool:
+    """Whether it is what a :class:`Checkpoint` of this version writes."""
+    if not isinstance(saved, dict) or saved.keys() != KEYS or type(saved["version"]) is not int:
+        return False
+    arguments, start, runs, current = (saved[name] for name in ("arguments", "start", "runs", "current"))
+    return (
+        saved["version"] == VERSION
+        and isinstance(arguments, dict)
+        and isinstance(start, dict)
+        and isinstance(runs, list)
+        and all(isinstance(run, dict) for run in runs)
+        and (current is None or (isinstance(current, dict) and current.keys() == {"names", "training"}))
+    )
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -266,7 +266,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise FeatureFileError(f"{str(folder)!r} is no folder of features: there is no {path.name} in it") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FeatureFileError(f"{str(path)!r} cannot be read ({error})") from error
     if not isinstance(meta, dict) or meta.get("kind") != _KIND:
         raise FeatureFileError(f"{str(path)!r} does not describe {_KIND}")
@@ -278,7 +278,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     sizes = [*meta["shape"], meta.get("chunk_rows")] if isinstance(meta.get("shape"), list) else []
     if len(sizes) != 3 or not all(type(n) is int and n >= 0 for n in sizes) or not sizes[2]:
         raise FeatureFileError(f"{str(path)!r} has no sizes that could be ({sizes})")
-    if meta.get("dtype") not in _DTYPES:
+    if not isinstance(meta.get("dtype"), str) or meta["dtype"] not in _DTYPES:
         raise FeatureFileError(f"{str(path)!r} has no floating-point type ({meta.get('dtype')!r})")
     return meta
 
@@ -287,13 +287,19 @@ def _mapped(folder: Path, name: str, meta: dict[str, Any], mode: Literal["c", "r
     """One of the arrays; by default what is written to it stays in this process."""
     path = folder / f"{name}.npy"
     try:
-        array = open_memmap(path, mode)
-    except (OSError, ValueError, EOFError) as error:
-        raise FeatureFileError(f"{str(path)!r} is missing or not whole ({error})") from error
-    expected, size = _arrays(meta)[name], path.stat().st_size
-    if (array.dtype.str, array.shape) != expected or size != array.offset + array.nbytes:
+        with np.errstate(over="ignore"):  # of sizes that no file has
+            array = open_memmap(path, mode)
+        size = path.stat().st_size
+    except Exception as error:  # of any type, by where a header is damaged
+        reason = str(error).partition("\n")[0]
+        raise FeatureFileError(f"{str(path)!r} is missing or not whole ({reason})") from error
+    expected = _arrays(meta)[name]
+    has_rows = array.flags.c_contiguous and size == array.offset + array.nbytes
+    if (array.dtype.str, array.shape) != expected or not has_rows:
+        order = "" if array.flags.c_contiguous else " by columns"
         raise FeatureFileError(
-            f"{str(path)!r} holds {array.dtype.str} {array.shape} in {size} bytes, not {expected[0]} {expected[1]}"
+            f"{str(path)!r} holds {array.dtype.str} {array.shape}{order} in {size} bytes, not {expected[0]} "
+            f"{expected[1]}"
         )
     pages = getattr(array, "_mmap", None)
     if pages is not None and mode == "c" and hasattr(mmap, "MADV_RANDOM"):

@@ -144,6 +144,7 @@ class PartitionedGraph(HaloGraph):
 
         Raises:
             FileNotFoundError: If the folder has no file for this process of so many.
+            ValueError: If the file is damaged, or of something else.
 
         Example:
             >>> graph = PartitionedGraph.load("parts", bits=4)

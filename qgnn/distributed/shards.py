@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgnn.data.disk import replace_file
+from qgnn.data.disk import load_whole, replace_file
 from qgnn.edge_checks import check_edge_index, check_edge_weight
 from qgnn.graph import to_edges, weight_of
 
@@ -160,7 +160,59 @@ def load_shard(folder: str | os.PathLike[str], rank: int, num_parts: int) -> Sha
             f"'PartitionedGraph.load' expects {path}, of a graph cut for {num_parts} processes (the folder has "
             f"{', '.join(others[:3]) or 'none'}); write it with 'save_partitions(..., num_parts={num_parts})'"
         )
-    return Shard(**torch.load(path, map_location="cpu", weights_only=True))
+    try:
+        saved = load_whole(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"'PartitionedGraph.load' expects a whole file (got {str(path)!r}: {error}); write it anew with "
+            f"'save_partitions'"
+        ) from error
+    if not isinstance(saved, dict) or saved.keys() != Shard.__annotations__.keys():
+        raise ValueError(
+            f"'PartitionedGraph.load' expects a part of a graph (got {str(path)!r}, another file); write it with "
+            f"'save_partitions'"
+        )
+    shard = Shard(**saved)
+    if not _is_part(shard, rank, num_parts):
+        raise ValueError(
+            f"'PartitionedGraph.load' expects part {rank} of {num_parts} (got {str(path)!r}, which holds something "
+            f"else); write it anew with 'save_partitions'"
+        )
+    return shard
+
+
+def _is_part(shard: Shard, rank: int, num_parts: int) -> bool:
+    """Whether all that it says is of this part, and fits together."""
+    if (shard.rank, shard.num_parts) != (rank, num_parts) or type(shard.fingerprint) is not int:
+        return False
+    vectors = (shard.nodes, shard.halo_nodes, shard.received, shard.boundary, shard.sent)
+    if not all(_are_numbers(t, 1) for t in vectors) or not all(_are_numbers(t, 2) for t in (shard.inner, shard.halo)):
+        return False
+    N, H = len(shard.nodes), len(shard.halo_nodes)
+    counts = ((shard.received, H), (shard.sent, len(shard.boundary)))
+    edges = ((shard.inner, (N, N), shard.inner_weight), (shard.halo, (H, N), shard.halo_weight))
+    return (
+        all(t.shape == (num_parts,) and int(t.sum()) == total for t, total in counts)
+        and _below(shard.boundary, N)
+        and (shard.inner_weight is None) == (shard.halo_weight is None)
+        and all(
+            ends.shape[0] == 2
+            and all(map(_below, ends, sizes))
+            and (weight is None or (isinstance(weight, Tensor) and weight.is_floating_point()))
+            and (weight is None or weight.shape == ends.shape[1:])
+            for ends, sizes, weight in edges
+        )
+    )
+
+
+def _are_numbers(t: Any, num_dims: int) -> bool:
+    """A tensor of so many dimensions, of numbers from 0 on."""
+    is_ours = isinstance(t, Tensor) and t.dtype == torch.int64 and t.dim() == num_dims and t.device.type == "cpu"
+    return is_ours and (not t.numel() or int(t.min()) >= 0)
+
+
+def _below(t: Tensor, size: int) -> bool:
+    return not t.numel() or int(t.max()) < size
 
 
 def _path(folder: Path, rank: int, num_parts: int) -> Path:

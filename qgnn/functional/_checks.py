@@ -120,6 +120,14 @@ def check_float(owner: str, name: str, x: Any) -> None:
         raise TypeError(f"'{owner}' expects '{name}' to be dense (got layout {x.layout}); use '{name}.to_dense()'")
 
 
+def check_rows(owner: str, name: str, x: Any) -> None:
+    """Raise unless ``x`` holds floats, or codes that fit together."""
+    if isinstance(x, QTensor):
+        x.check(owner, name)
+    else:
+        check_float(owner, name, x)
+
+
 def check_probability(owner: str, name: str, value: Any) -> None:
     if not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
         raise ValueError(f"'{owner}' expects '{name}' to be a probability from 0 to 1 (got {value!r})")
@@ -131,8 +139,7 @@ def check_matrix(owner: str, name: str, x: Tensor | QTensor) -> None:
 
 
 def check_product(owner: str, x: Tensor | QTensor, weight: Tensor, bias: Tensor | None) -> None:
-    if not isinstance(x, QTensor):
-        check_float(owner, "x", x)
+    check_rows(owner, "x", x)
     check_float(owner, "weight", weight)
     check_matrix(owner, "weight", weight)
     if x.shape[-1:] != weight.shape[1:]:

@@ -145,7 +145,8 @@ def decompress(c: CompressedTensor, rows: slice | None = None) -> Tensor:
 
     Raises:
         TypeError: If ``c`` is no compressed tensor, or ``rows`` no slice.
-        ValueError: If ``rows`` has a step, or the tensor has no dimension.
+        ValueError: If ``rows`` has a step, the tensor has no dimension, or the sizes of what ``c`` holds are not those
+            of its blocks.
 
     Example:
         >>> c = qgnn.functional.compress(torch.randn(1000, 128), bits=4)
@@ -153,6 +154,7 @@ def decompress(c: CompressedTensor, rows: slice | None = None) -> Tensor:
     """
     if not isinstance(c, CompressedTensor):
         raise TypeError(f"'decompress' expects a CompressedTensor (got {type(c).__name__}); make one with 'compress'")
+    c.check("decompress", "c")
     if rows is None:
         return _unpack(c, slice(None), _num_values(c.shape, c.columns), 0).view(c.shape)
     if not isinstance(rows, slice):

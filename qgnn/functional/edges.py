@@ -9,7 +9,15 @@ from torch import Tensor
 
 from qgnn import ops
 from qgnn.config import QConfig, check_product_config
-from qgnn.functional._checks import check_device, check_float, codes_or_rows, draw_seed, graph_between, structure
+from qgnn.functional._checks import (
+    check_device,
+    check_float,
+    check_rows,
+    codes_or_rows,
+    draw_seed,
+    graph_between,
+    structure,
+)
 from qgnn.functional._operands import stream_of
 from qgnn.functional._rounded import rounded, rounded_attention
 from qgnn.graph import Graph, as_graph, identity, to_edges
@@ -196,8 +204,7 @@ def _rounded_ends(
 
 def _check_rows(x_source: Tensor | QTensor, x_target: Tensor | QTensor) -> None:
     for name, x in (("x_source", x_source), ("x_target", x_target)):
-        if not isinstance(x, QTensor):
-            check_float("sddmm", name, x)
+        check_rows("sddmm", name, x)
         if len(x.shape) not in (2, 3) or (len(x.shape) == 3 and x.shape[1] == 0):
             raise ValueError(f"'sddmm' expects '{name}' of shape [N, F] or [N, H, D], H > 0 (got {list(x.shape)})")
     if x_source.shape[1:] != x_target.shape[1:]:

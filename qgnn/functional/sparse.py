@@ -16,6 +16,7 @@ from qgnn.functional._checks import (
     check_float,
     check_matrix,
     check_product,
+    check_rows,
     codes_or_rows,
     compute_dtype,
     draw_seed,
@@ -85,8 +86,7 @@ def spmm(
         >>> y = qgnn.functional.spmm(edge_index, torch.randn(3, 8), reduce="mean", config=qgnn.QConfig())
     """
     check_product_config(config, "spmm")
-    if not isinstance(x, QTensor):
-        check_float("spmm", "x", x)
+    check_rows("spmm", "x", x)
     check_matrix("spmm", "x", x)
     graph = graph_of("spmm", graph, x)
     if reduce in _EXTREMA and not isinstance(graph, HaloGraph):

@@ -30,6 +30,8 @@ def _adjacency_filter(
     number: Tensor | None,
     num_kept: int,
 ) -> tuple[Tensor, ...]:
+    if num_kept < 0:
+        raise ValueError(f"'qgnn::adjacency_filter' expects 'num_kept' to be at least 0 (got {num_kept})")
     options = {"num_kept": num_kept, "weight": weight, "number": number}
     return _call(backend, "adjacency_filter", indptr, index, order, keep, **options)
 

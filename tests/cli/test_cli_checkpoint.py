@@ -8,15 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch_geometric.data import Data
 
+import soak_files
 from cli_processes import TRAIN, assert_equal, runs_of, tiny_graph
 from qgnn.cli import main, provenance
 from qgnn.cli import train as train_module
-from qgnn.cli.checkpoint import KEYS, read_checkpoint
+from qgnn.cli.checkpoint import KEYS, VERSION, read_checkpoint
 from qgnn.cli.errors import UsageError
 from qgnn.cli.training import Training
 from qgnn.data import disk
+from soak_cases import Draw
 from tu_files import write_tu
 
 Train = Callable[..., int]
@@ -214,11 +218,20 @@ def test_what_is_no_checkpoint_is_refused(
 ) -> None:
     path = tmp_path / "a.pt"
     arguments = ("--checkpoint", str(path), "--resume")
-    for content in ({"weight": torch.zeros(3)}, [1], dict.fromkeys(KEYS, 0)):
+    plain = {"version": VERSION, "arguments": {}, "start": {}, "runs": [], "current": None}
+    wrong = {"version": [], "arguments": [], "start": None, "runs": [1], "current": {"names": {}}}
+    parts = [plain | {name: value} for name, value in wrong.items()]
+    for content in ({"weight": torch.zeros(3)}, [1], dict.fromkeys(KEYS, 0), *parts):
         torch.save(content, path)
         assert "expects a checkpoint of this version of qgnn train" in error_of(qgnn_train(*arguments), capsys)
     torch.save({"version": Path()}, path)
     assert "whole checkpoint" in error_of(qgnn_train(*arguments), capsys), "which would run code"
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**63))
+def test_whatever_is_damaged_is_refused_or_what_was_written(seed: int) -> None:
+    soak_files.checkpoint(Draw(seed))
 
 
 def test_resuming_from_no_file_begins(qgnn_train: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import soak_files
 from qgnn.cli.errors import UsageError
 from qgnn.cli.sweep.journal import DONE, FAILED, RUN, START, Journal, recorded_in
 from qgnn.cli.sweep.runner import check_device, missing
+from soak_cases import Draw
 from sweep_fakes import HEADER, runs_of
 
 
@@ -73,6 +77,31 @@ def test_a_foreign_line_before_the_last_is_refused_and_left(tmp_path: Path, at: 
     with pytest.raises(UsageError, match=f"line {number} of .* is none of a sweep's journal"):
         Journal(tmp_path / "j")
     assert (tmp_path / "j").read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"[" * 100_000, b'{"kind": []}', b'{"kind": "run", "key": [], "status": "done", "result": {"test_acc": 1}}'),
+        *(b'{"kind": "run", "key": "k", "status": []}', b'{"kind": "run", "key": "k", "status": "done"}'),
+        *(b'{"kind": "run", "key": "k", "status": "done", "result": {"test_acc": "0.5"}}',),
+        *(b'{"kind": "run", "key": "k", "status": "done", "result": {"test_acc": 0.5, "widths": 2}}',),
+        *(b'{"kind": "start", "commit": null, "dirty": null}', b'{"kind": "start", "commit": {}, "device": "cpu"}'),
+    ],
+)
+def test_a_line_of_other_values_is_foreign(tmp_path: Path, line: bytes) -> None:
+    write(tmp_path / "j", 2)
+    content = (tmp_path / "j").read_bytes()
+    (tmp_path / "j").write_bytes(content + line + b"\n" + content)
+    for read in (Journal, recorded_in):
+        with pytest.raises(UsageError, match=r"line 4 of .* is none of a sweep's journal"):
+            read(tmp_path / "j")
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**63))
+def test_whatever_is_damaged_ends_in_one_line(seed: int) -> None:
+    soak_files.journal(Draw(seed))
 
 
 def test_a_journal_without_its_first_line_is_refused(tmp_path: Path) -> None:

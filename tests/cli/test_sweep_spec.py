@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import soak_files
 from qgnn.cli.errors import UsageError
 from qgnn.cli.sweep.run_spec import RunSpec
 from qgnn.cli.sweep.spec import Spec, read_spec
+from soak_cases import Draw
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -151,13 +155,16 @@ def test_spellings_of_a_run_have_one_key(read: Any) -> None:
         ("[sweep]\ncomponents = ['weight']", "(got 'weight'); did you mean 'weights'?"),
         ("[sweep]\nschedules = ['adq[8,2]']", "[sweep], schedules: expected a schedule such as sdq[2,4,6,8]"),
         ("[sweep]\nrounding = ['up']", "[sweep], rounding: expected one of stochastic, nearest (got 'up')"),
-        ("[sweep]\nseeds = 0", "[sweep], seeds: expected a whole number of at least 1 (got 0)"),
+        ("[sweep]\nseeds = 0", "[sweep], seeds: expected a whole number from 1 to 10000 (got 0)"),
+        ("[sweep]\nseeds = 9999999999", "[sweep], seeds: expected a whole number from 1 to 10000 (got 9999999999)"),
         ("[sweep]\nseeds = [0, -1]", "[sweep], seeds: expected a whole number from 0 to 18446744073709551615 (got -1)"),
         ("[sweep]\nepochs = true", "[sweep], epochs: expected a whole number of at least 1 (got True)"),
         ("[sweep]\nlr = 0", "[sweep], lr: expected a number in (0, 100] (got 0)"),
         ("[sweep]\ndropout = nan", "[sweep], dropout: expected a number in [0, 1) (got nan)"),
         ("[sweep]\ndevice = 'gpu'", "[sweep], device: expected one of cpu, cuda (got 'gpu'); did you mean 'cpu'?"),
         ("[sweep]\nname = 'a/b'", "[sweep], name: expected a name for a folder (got 'a/b')"),
+        ('[sweep]\nname = "a\\u0000"', "[sweep], name: expected a name for a folder (got 'a\\x00')"),
+        ("[sweep]\nname = " + "[" * 100_000, "expected TOML ("),
     ],
 )
 def test_an_error_says_where_and_what_was_expected(read: Any, text: str, expected: str) -> None:
@@ -204,6 +211,12 @@ def test_parts_that_do_not_go_together_are_found(read: Any, settings: str, expec
     with pytest.raises(UsageError) as caught:
         read(f"[sweep]\ndatasets='cora'\n[[grid]]\n{settings}")
     assert expected in str(caught.value)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**63))
+def test_whatever_is_damaged_is_one_line(seed: int) -> None:
+    soak_files.spec(Draw(seed))
 
 
 def test_a_file_that_is_missing_or_no_text_is_one_line(tmp_path: Path) -> None:

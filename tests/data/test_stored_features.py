@@ -15,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import soak_files
 from qgnn import QConfig, functional
 from qgnn.data import FeatureFileError, StoredFeatures, write_features
 from qgnn.data import stored_features as module
+from soak_cases import Draw
 
 X = torch.randn(23, 7, generator=torch.Generator().manual_seed(0))
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -240,6 +242,15 @@ def _unwritten(path: Path) -> None:
     np.save(path, checksums)
 
 
+def _promise(folder: Path, num_rows: int) -> None:
+    """Codes of so many rows, of which there are none."""
+    with (folder / "codes.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": "|i1", "fortran_order": False, "shape": (num_rows, X.shape[1])}
+        )
+    _describe(folder, shape=[num_rows, X.shape[1]])
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -254,6 +265,11 @@ def _unwritten(path: Path) -> None:
         (lambda f: _describe(f, dtype="int8"), r"no floating-point type \('int8'\)"),
         (lambda f: _describe(f, shape=[23, 8]), r"codes.npy' holds \|i1 \(23, 7\) in \d+ bytes, not \|i1 \(23, 8\)"),
         (lambda f: _describe(f, chunk_rows=6), "checksums.npy' holds"),
+        (lambda f: _describe(f, dtype=["float32"]), r"no floating-point type \(\['float32'\]\)"),
+        (lambda f: (f / "features.json").write_text("[" * 100_000), "features.json' cannot be read"),
+        (lambda f: np.save(f / "codes.npy", np.zeros((7, 23), "i1").T), r"holds \|i1 \(23, 7\) by columns in"),
+        *((lambda f, n=n: _promise(f, n), "codes.npy' is missing or not whole") for n in (2**40, 2**62, 10**30)),
+        (lambda f: (f / "codes.npy").write_bytes(b"\x93NUMPY\1\0\x10\0{'shape': (\n" + b" " * 9), "not whole"),
         (lambda f: _cut(f / "codes.npy"), "codes.npy' is missing or not whole"),
         (lambda f: _extend(f / "codes.npy"), "codes.npy' holds"),
         (lambda f: (f / "scales.npy").unlink(), "scales.npy' is missing or not whole"),
@@ -271,6 +287,12 @@ def test_other_files_are_refused(tmp_path: Path, spoil: Any, message: str) -> No
     with pytest.raises(FeatureFileError, match=message) as raised:
         StoredFeatures(folder)
     assert "\n" not in str(raised.value)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**63))
+def test_whatever_is_damaged_is_refused_or_what_was_written(seed: int) -> None:
+    soak_files.features(Draw(seed))
 
 
 @pytest.mark.parametrize("name", ["codes", "scales"])

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import qgnn
+import soak_files
 from graphs import GRAPHS
 from qgnn.distributed import save_partitions
 from qgnn.distributed.shards import Cutter, Shard, load_shard
+from soak_cases import Draw
 
 
 def cut(edge_index: Tensor, parts: Tensor, num_parts: int, weight: Tensor | None = None) -> list[Shard]:
@@ -104,6 +106,52 @@ def test_files_bring_parts_back(tmp_path: Path, weighted: bool) -> None:
     assert len(load_shard(tmp_path / "parts", 3, 4).nodes) == 0
     with pytest.raises(FileNotFoundError, match=r"part-0-of-2.pt, of a graph cut for 2 .* has part-0-of-3.pt, part-0-"):
         load_shard(tmp_path / "parts", 0, 2)
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    """Torch checks no sums: another number of an edge would be another graph."""
+    edge_index, num_nodes = GRAPHS["random"]
+    save_partitions(tmp_path, edge_index, torch.arange(num_nodes) % 2)
+    path = tmp_path / "part-0-of-2.pt"
+    content = path.read_bytes()
+    place = content.index(load_shard(tmp_path, 0, 2).inner.numpy().tobytes()) + 8
+    for spoiled in (content[:-9], b"", content[:place] + b"\x01" + content[place + 1 :]):
+        path.write_bytes(spoiled)
+        with pytest.raises(ValueError, match=r"expects a whole file \(got .*; write it anew with 'save_partitions'"):
+            load_shard(tmp_path, 0, 2)
+    path.write_bytes((tmp_path / "part-1-of-2.pt").read_bytes())
+    with pytest.raises(ValueError, match=r"expects part 0 of 2 \(got .*, which holds something else\)"):
+        load_shard(tmp_path, 0, 2)
+    torch.save({"weight": torch.zeros(3)}, path)
+    with pytest.raises(ValueError, match=r"expects a part of a graph \(got .*, another file\)"):
+        load_shard(tmp_path, 0, 2)
+
+
+def test_parts_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    edge_index, num_nodes = GRAPHS["random"]
+    save_partitions(tmp_path, edge_index, torch.arange(num_nodes) % 2, torch.rand(edge_index.shape[1]))
+    part = vars(load_shard(tmp_path, 0, 2))
+    for name, value in {
+        "nodes": part["nodes"][:3],
+        "halo_nodes": part["halo_nodes"].float(),
+        "received": part["received"] + 1,
+        "boundary": part["boundary"] + num_nodes,
+        "sent": part["sent"][:1],
+        "inner": part["inner"] - 1,
+        "inner_weight": None,
+        "halo": part["halo"][:1],
+        "halo_weight": part["halo_weight"][1:],
+        "fingerprint": None,
+    }.items():
+        torch.save(part | {name: value}, tmp_path / "part-0-of-2.pt")
+        with pytest.raises(ValueError, match="expects part 0 of 2"):
+            load_shard(tmp_path, 0, 2)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**63))
+def test_whatever_is_damaged_is_refused_or_what_was_written(seed: int) -> None:
+    soak_files.parts(Draw(seed))
 
 
 def test_bad_arguments() -> None:

@@ -49,3 +49,12 @@ def test_weights_that_need_a_gradient_are_refused(name: str) -> None:
     *_, weight = getattr(ops, name)(**arguments)
     with pytest.raises(NotImplementedError, match=f"'qgnn::{name}' has no derivative"):
         weight.sum().backward()
+
+
+def test_the_number_of_kept_edges_is_checked() -> None:
+    """Before there is room for them, and against what is kept."""
+    arguments = arguments_of("adjacency_filter")
+    kept = int(arguments["keep"].sum())
+    for number, message in ((-1, r"to be at least 0 \(got -1\)"), (kept + 1, rf"{kept} \(got {kept + 1}\)")):
+        with pytest.raises(ValueError, match=f"'qgnn::adjacency_filter' expects 'num_kept' .*{message}"):
+            torch.ops.qgnn.adjacency_filter(**arguments | {"num_kept": number})

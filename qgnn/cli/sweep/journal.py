@@ -146,8 +146,29 @@ def _parse(text: bytes) -> dict[str, Any] | None:
     """The line, or ``None`` if it is none of a journal."""
     try:
         line = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    required = {START: {"commit", "dirty"}, RUN: {"key", "status"}}
-    is_ours = isinstance(line, dict) and line.get("kind") in required and required[line["kind"]] <= set(line)
-    return line if is_ours else None
+    if not isinstance(line, dict):
+        return None
+    if line.get("kind") == START:
+        commit, dirty, device = (line.get(name, False) for name in ("commit", "dirty", "device"))
+        is_ours = (commit is None or isinstance(commit, str)) and dirty in (None, True, False)
+        return line if is_ours and isinstance(device, str) else None
+    if line.get("kind") != RUN or not isinstance(line.get("key"), str) or line.get("status") not in (DONE, FAILED):
+        return None
+    result = line.get("result")
+    return line if _is_result(result) or (result is None and line["status"] == FAILED) else None
+
+
+def _is_result(result: Any) -> bool:
+    """Whether it is what a run measures, as far as tables need it."""
+    if not isinstance(result, dict) or not _is_number(result.get("test_acc")):
+        return False
+    bits, widths = result.get("mean_bits"), result.get("widths")
+    return (bits is None or _is_number(bits)) and (
+        widths is None or (isinstance(widths, list) and all(map(_is_number, widths)))
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

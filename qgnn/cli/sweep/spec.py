@@ -28,6 +28,9 @@ else:
     import tomli as tomllib
 
 
+MOST_SEEDS = 10_000
+
+
 @dataclass(frozen=True)
 class Grid:
     """The runs that one table of the file names."""
@@ -76,7 +79,7 @@ def read_spec(path: Path) -> Spec:
             document = tomllib.load(file)
     except OSError as error:
         raise UsageError(f"SPEC expects a file that can be read (got {str(path)!r}: {error.strerror})") from error
-    except ValueError as error:  # of TOML, or of its encoding
+    except (ValueError, RecursionError) as error:  # of TOML, of its encoding, or of lists in lists
         raise UsageError(f"{path}: expected TOML ({error})") from error
     try:
         return _spec(document, path.stem)
@@ -153,7 +156,7 @@ def _canonical(fmt: str, component: str, schedule: str, rounding: str) -> tuple[
 
 
 def _name(value: Any) -> str:
-    if "/" in text(value) or value in (".", ".."):
+    if "/" in text(value) or value in (".", "..") or not value.isprintable():
         raise ValueError(f"expected a name for a folder (got {value!r})")
     return text(value)
 
@@ -176,7 +179,7 @@ def _schedule(value: Any) -> str:
 
 def _seeds(value: Any) -> list[int]:
     """A list, or how many: from 0 on."""
-    seeds: list[int] = list_of(SEED)(value) if isinstance(value, list) else list(range(whole(1)(value)))
+    seeds: list[int] = list_of(SEED)(value) if isinstance(value, list) else list(range(whole(1, MOST_SEEDS)(value)))
     return seeds
 
 
