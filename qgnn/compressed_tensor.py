@@ -47,7 +47,7 @@ class CompressedTensor:
             TypeError: If a field has the wrong type.
             ValueError: If a size is not that of the tensor's blocks, or tensors lie on different devices.
         """
-        if torch.compiler.is_compiling():  # sizes are symbols there
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # sizes are no numbers there
             return
         what = f"'{owner}' expects '{name}' as 'compress' makes it"
         for key, kinds in _FIELDS.items():

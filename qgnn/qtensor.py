@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -240,7 +241,7 @@ class QTensor:
             ValueError: If storage, scales or zero points have other shapes than codes and blocks have, or lie on
                 different devices.
         """
-        if torch.compiler.is_compiling():  # sizes are symbols there
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # sizes are no numbers there
             return
         what = f"'{owner}' expects '{name}' as 'quantize' or a format makes it"
         for key, kinds in _FIELDS.items():
@@ -258,9 +259,10 @@ class QTensor:
         width = stored[dim]
         if layout is not None and layout.bits != 8:
             stored[dim] = packed_bytes(width, layout.bits)
-        scales = [{1, size} for size in self.shape]
-        scales[dim] = {1, width} if self.block_size is None else {-(-width // self.block_size)}
-        fits = len(self.scales.shape) == len(scales) and all(map(set.__contains__, scales, self.scales.shape))
+        scales = [(1, size) for size in self.shape]
+        if self.block_size is not None:
+            scales[dim] = (-(-width // self.block_size),) * 2
+        fits = len(self.scales.shape) == len(scales) and all(map(operator.contains, scales, self.scales.shape))
         zero_fits = self.zero is None or self.zero.shape == self.scales.shape
         if list(self.storage.shape) != stored or not fits or not zero_fits:
             shapes = [None if t is None else list(t.shape) for t in self.tensors]
