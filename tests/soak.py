@@ -27,7 +27,7 @@ import torch_geometric
 import qgnn
 import soak_cases
 import soak_files
-from soak_cases import Draw
+from soak_draw import Draw
 
 KINDS: dict[str, Callable[[Draw], None]] = soak_cases.KINDS | soak_files.KINDS
 OF_A_SEED = 1_000_000_000  # cases

@@ -30,7 +30,8 @@ from qgnn.data import FeatureFileError, QuantizedFeatureStore, StoredFeatures, w
 from qgnn.distributed import save_partitions
 from qgnn.distributed.shards import load_shard
 from qgnn.formats import parse
-from soak_cases import WIDTHS, Draw, draw_blocks, draw_edges, is_house_error
+from soak_cases import is_house_error
+from soak_draw import WIDTHS, Draw, draw_blocks, draw_edges
 from soak_oracle import assert_same
 from sweep_fakes import HEADER, runs_of
 

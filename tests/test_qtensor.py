@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import soak_files
 from qgnn import QConfig, QTensor, functional
 from qgnn.formats import MSFP, MXFP4, FixedPoint, Format, Int
-from soak_cases import Draw
+from soak_draw import Draw
 
 CODES = torch.tensor([[1, -2, 3, 0, 5], [-127, 127, 0, 1, -1]], dtype=torch.int8)
 

@@ -12,7 +12,8 @@ import torch
 import soak
 import soak_leak
 from qgnn.ops import _backends
-from soak_cases import Draw, is_house_error
+from soak_cases import is_house_error
+from soak_draw import Draw
 from soak_files import damaged
 
 

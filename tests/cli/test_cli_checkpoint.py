@@ -20,7 +20,7 @@ from qgnn.cli.checkpoint import KEYS, VERSION, read_checkpoint
 from qgnn.cli.errors import UsageError
 from qgnn.cli.training import Training
 from qgnn.data import disk
-from soak_cases import Draw
+from soak_draw import Draw
 from tu_files import write_tu
 
 Train = Callable[..., int]

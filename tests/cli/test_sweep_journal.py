@@ -13,7 +13,7 @@ import soak_files
 from qgnn.cli.errors import UsageError
 from qgnn.cli.sweep.journal import DONE, FAILED, RUN, START, Journal, recorded_in
 from qgnn.cli.sweep.runner import check_device, missing
-from soak_cases import Draw
+from soak_draw import Draw
 from sweep_fakes import HEADER, runs_of
 
 

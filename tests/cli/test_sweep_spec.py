@@ -12,7 +12,7 @@ import soak_files
 from qgnn.cli.errors import UsageError
 from qgnn.cli.sweep.run_spec import RunSpec
 from qgnn.cli.sweep.spec import Spec, read_spec
-from soak_cases import Draw
+from soak_draw import Draw
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -19,7 +19,7 @@ import soak_files
 from qgnn import QConfig, functional
 from qgnn.data import FeatureFileError, StoredFeatures, write_features
 from qgnn.data import stored_features as module
-from soak_cases import Draw
+from soak_draw import Draw
 
 X = torch.randn(23, 7, generator=torch.Generator().manual_seed(0))
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -13,7 +13,7 @@ import soak_files
 from graphs import GRAPHS
 from qgnn.distributed import save_partitions
 from qgnn.distributed.shards import Cutter, Shard, load_shard
-from soak_cases import Draw
+from soak_draw import Draw
 
 
 def cut(edge_index: Tensor, parts: Tensor, num_parts: int, weight: Tensor | None = None) -> list[Shard]:
