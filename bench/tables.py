@@ -26,9 +26,9 @@ DISTRIBUTED = (
     *("fewer than in fp32", "seeds"),
 )
 DISTRIBUTED_NOTE = (
-    "Difference to one process in fp32, by seed, with its standard error. Losses apart: the largest relative distance "
-    "of the losses of all epochs from those. Sent: by a process in the mean; `partitioned`: rows of neighbors and "
-    "their gradients; `batches`: gradients of weights."
+    "Difference to one process in fp32, by seed, with its standard error. Losses apart: the distance of the losses of "
+    "all epochs from those, relative to their norm, of the worst seed; who fails that check is left out. Sent: by a "
+    "process in the mean; `partitioned`: rows of neighbors and their gradients; `batches`: gradients of weights."
 )
 UPDATE = ("graph", "change of 1 %", "qgnn update ms", "qgnn rebuild ms", "PyG ms", "over a rebuild", "over PyG")
 UPDATE_NOTE = (

@@ -27,6 +27,8 @@ bound() { sed -nE "s/^ *\"$1>=([0-9.]+).*/$1==\1/p" pyproject.toml | head -n 1; 
 oldest=${OLDEST:-$(bound torch) $(bound torch_geometric) $(bound triton) numpy<2.4}
 newest=${NEWEST:-torch torch_geometric triton numpy}
 status=0
+commit=$(git rev-parse HEAD) || exit 2
+changed=$(git status --porcelain) # before there are records
 
 for name in "${@:-oldest newest}"; do
     for environment in $name; do
@@ -47,18 +49,19 @@ for name in "${@:-oldest newest}"; do
         echo "== $environment: $requirements"
         # Other versions than CI's warn about other things; here only the results count.
         # shellcheck disable=SC2086
+        rm -f "$folder/$environment.xml"
         "$venv/bin/python" -P -m pytest -c pyproject.toml --rootdir . -o filterwarnings=default --disable-warnings \
             --junitxml "$folder/$environment.xml" ${TESTS:-tests} || status=1
-        "$venv/bin/python" -P - "$environment" "$folder/$environment.xml" "${TESTS:-tests}" "$records" <<'PYTHON' || exit 2
-import json, platform, subprocess, sys
+        "$venv/bin/python" -P - "$environment" "$folder/$environment.xml" "${TESTS:-tests}" "$records" \
+            "$commit" "$changed" <<'PYTHON' || exit 2
+import json, platform, sys
 from datetime import datetime, timezone
 from importlib.metadata import version
 from xml.etree import ElementTree
 
-name, report, tests, records = sys.argv[1:]
+name, report, tests, records, commit, changed = sys.argv[1:]
 suite = ElementTree.parse(report).getroot().find("testsuite")
 total, failures, errors, skipped = (int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped"))
-git = lambda *words: subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()
 packages = ("qgnn", "torch", "torch_geometric", "triton", "numpy", "pytest")
 record = {
     "environment": name,
@@ -68,8 +71,8 @@ record = {
     "skipped": skipped,
     "seconds": round(float(suite.get("time")), 1),
     "versions": {"python": platform.python_version(), **{package: version(package) for package in packages}},
-    "commit": git("rev-parse", "HEAD"),
-    "dirty": bool(git("status", "--porcelain")),
+    "commit": commit,
+    "dirty": bool(changed),
     "utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
 }
 with open(records, "a") as file:

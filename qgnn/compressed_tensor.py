@@ -44,8 +44,8 @@ class CompressedTensor:
             name: As what.
 
         Raises:
-            TypeError: If a field has the wrong type.
-            ValueError: If a size is not that of the tensor's blocks, or tensors lie on different devices.
+            TypeError: If a field has the wrong type; types of values are left to who decodes them.
+            ValueError: If a size is not that of the tensor's blocks.
         """
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # sizes are no numbers there
             return

@@ -348,6 +348,8 @@ _FIELDS: dict[str, Any] = {
     "block_size": (int, type(None)),
     "dtype": torch.dtype,
     "layout": (Layout, type(None)),
+    "origin": (Tensor, type(None)),
+    "columns": (QTensor, type(None)),
 }
 
 

@@ -41,6 +41,19 @@ def test_accuracy_is_compared_seed_by_seed(tmp_path: Path) -> None:
     assert rows(text, "cora", "gin", "-2.00")
 
 
+def test_older_records_count_where_there_are_no_others(tmp_path: Path) -> None:
+    for model in ("gcn", "gin"):
+        write(tmp_path, "accuracy", f"cora/{model}/fp32/seed0", "pyg coo fp32", test_acc=0.5)
+        write(tmp_path, "accuracy", f"cora/{model}/int8/seed0", "qgnn int8", test_acc=0.6)
+    write(tmp_path, "accuracy", "cora/gcn/seed0", "pyg fp32", test_acc=0.8)
+    write(tmp_path, "accuracy", "cora/gcn/seed0", "qgnn int8", test_acc=0.81)
+    found = rows(dict(pages.regions(tmp_path))["accuracy"], "cora")
+    assert [row[:5] + row[8:] for row in found] == [
+        ["cora", "gcn", "accuracy %", "80.00", "+1.00", "1"],
+        ["cora", "gin", "accuracy %", "50.00", "+10.00", "1"],
+    ]
+
+
 def test_an_error_is_better_when_it_is_smaller(tmp_path: Path) -> None:
     for seed, (full, quantized) in enumerate([(0.8, 1.0), (0.8, 1.01), (0.8, 0.99)]):
         for provider, rmse in (("pyg fp32", full), ("qgnn int8", quantized), ("qgnn int4", full - 0.1)):

@@ -33,7 +33,10 @@ NODES = (
 )
 MODELS = (*GRAPH_MODELS, "gcn2")
 NUM_SEEDS = 10
+# PyG sums their features a message an edge: dozens of GiB, or hours.
+WIDE, SUMS_FEATURES = ("cs", "cornell5", "physics"), ("sage", "gin")
 ABLATED = ("cora", "pubmed", "photo", "wordnet")
+ANY = 100.0  # relative error of what is finite at least
 EVAL_EVERY = 2  # a forward pass after each epoch would take a third of the time
 
 Schemes = dict[str, Scheme]
@@ -93,11 +96,12 @@ class Problem:
         return self.untrained(tasks.FP32, torch.float64)
 
     def tolerance(self, name: str, scheme: Scheme) -> float:
-        """What rounding may change: of deep models once for each pair of layers."""
+        """What rounding may change; the rules taken away are there to be seen, whatever they change."""
         if scheme.config is None:
             return TOLERANCE["bf16" if scheme.bf16 else "fp32"]
-        _, recipe = tasks.load(self.dataset, self.model, self.setting)
-        return tolerance_of(Int(int(name[-1]) if "kept" not in name else 8)) * max(1, recipe.layers / 2)
+        if " tensor " in name or " all " in name:
+            return ANY
+        return tolerance_of(Int(int(name[-1]) if "kept" not in name else 8))
 
     def case(self, name: str) -> Case:
         providers = [Provider(p, partial(self.train, s), self.tolerance(p, s)) for p, s in self.schemes.items()]
@@ -112,7 +116,8 @@ def cases(setting: Setting) -> Iterator[Case]:
         except DatasetError as error:
             print(f"accuracy: {dataset}: not available: {error}; --root names the folder", file=sys.stderr, flush=True)
             continue
-        for model in setting.shapes(*(GRAPH_MODELS if tasks.is_of_graphs(dataset) else MODELS)):
+        models = GRAPH_MODELS if tasks.is_of_graphs(dataset) else MODELS
+        for model in setting.shapes(*(m for m in models if not (dataset in WIDE and m in SUMS_FEATURES))):
             for seed in setting.shapes(*range(NUM_SEEDS)):
                 yield Problem(dataset, model, seed, precisions(), setting).case("")
         for seed in setting.shapes(*range(NUM_SEEDS)) if dataset in ABLATED else ():

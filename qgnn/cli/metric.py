@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -50,7 +51,9 @@ class Metric:
         return f"{self.scale * score:.{self.digits}f}"
 
     def is_better(self, score: float, other: float) -> bool:
-        """Whether a score is better than another one; equal ones are not."""
+        """Whether a score is better than another one; equal ones are not, and any is better than NaN."""
+        if math.isnan(other):
+            return not math.isnan(score)
         return score > other if self.larger_is_better else score < other
 
 

@@ -20,6 +20,8 @@ def load_whole(content: bytes) -> Any:
             if (damaged := archive.testzip()) is not None:  # torch checks no sums
                 raise ValueError(f"{damaged} is not what was written")
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
     except Exception as error:  # of any type, by where it is damaged
         raise ValueError(str(error).partition("\n")[0] or type(error).__name__) from error
 

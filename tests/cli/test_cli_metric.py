@@ -1,6 +1,7 @@
 """The score of a task: ROC-AUC and RMSE by their definitions, the epoch that they choose, and where they are shown."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -194,3 +195,12 @@ def test_a_checkpoint_of_another_metric_is_refused(
         assert main(arguments) == 0
     assert main([*arguments, "--resume"]) == 2
     assert "metric None (got roc_auc)" in capsys.readouterr().err
+
+
+def test_any_score_is_better_than_none() -> None:
+    for metric in METRICS.values():
+        assert metric.is_better(0.5, math.nan)
+        assert not metric.is_better(math.nan, 0.5)
+        assert not metric.is_better(math.nan, math.nan)
+        assert not metric.is_better(0.5, 0.5)
+        assert metric.is_better(0.6, 0.5) == metric.larger_is_better != metric.is_better(0.5, 0.6)

@@ -77,7 +77,8 @@ class Journal:
 
         Args:
             kind: ``"start"`` or ``"run"``.
-            fields: Of a start ``commit`` and ``dirty`` at least, of a run ``key`` and ``status``.
+            fields: Of a start ``commit``, ``dirty`` and ``device`` at least, of a run ``key``, ``status`` and, where it
+                is done, ``result``.
 
         Raises:
             UsageError: If there is no space, or the disk fails; the journal is then as it was before.
