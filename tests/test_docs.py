@@ -147,11 +147,12 @@ def documented_functions() -> dict[str, Any]:
                 found[f"{module.__name__}.{name}"] = value
             elif isinstance(value, type) and not issubclass(value, Exception):
                 found[f"{module.__name__}.{name}"] = value
+                # PyG gives the class of a layer methods of other modules with its first instance.
                 methods = {key: getattr(member, "__func__", member) for key, member in vars(value).items()}
                 found |= {
                     f"{module.__name__}.{name}.{key}": method
                     for key, method in methods.items()
-                    if key[0] != "_" and isinstance(method, FunctionType)
+                    if key[0] != "_" and isinstance(method, FunctionType) and method.__module__ == value.__module__
                 }
     return found
 

@@ -127,8 +127,8 @@ class Problem:
         return self.work(make_conv, self.edge_index, self.codes() if precision == "int8" else self.features())
 
     def coo(self) -> Work:
-        # Messages of a layer, forward and backward, beside the edges that they are gathered along.
-        needed = self.num_nodes * (DEGREE + 1) * (2 * WIDTHS[1] * 4 + 2 * 16)
+        # Messages of a layer, what they are weighed to, and gradients, beside the edges that they are gathered along.
+        needed = self.num_nodes * (DEGREE + 1) * (3 * WIDTHS[1] * 4 + 2 * 16)
         if needed > (free := free_bytes(self.setting.device)):
             raise UnavailableError(f"messages take {needed / 2**30:.0f} GiB (free: {free / 2**30:.0f})")
         return self.work(partial(GCNConv, cached=True), self.edge_index, self.features())
