@@ -94,7 +94,7 @@ def test_rehearsal_writes_whole_records(rehearsal: tuple[subprocess.CompletedPro
         assert record["suite"] == suite
         assert record["pass"] in ("forward", "backward", "step", "warm")
         assert 0 < record["p20_ms"] <= record["median_ms"] <= record["p80_ms"]
-        is_coarse = "gatv2-layer" in record["case"] or record["provider"].endswith(("msfp12", "int4"))
+        is_coarse = "gatv2-layer" in record["case"] or re.search("msfp12|int4$", record["provider"])
         assert 0 <= record["error"] < (0.3 if is_coarse else 0.15)
         assert re.sub(r"[^a-z0-9]+", "-", record["device"].lower()) == path.parent.name
         assert {"python", "qgnn", "torch", "torch_geometric", "triton"} <= set(record["versions"])
