@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qgnn.formats import Blocks
+from qgnn.qtensor import check_fields
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,7 @@ class CompressedTensor:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # sizes are no numbers there
             return
         what = f"'{owner}' expects '{name}' as 'compress' makes it"
-        for key, kinds in _FIELDS.items():
-            value = getattr(self, key)
-            if not isinstance(value, kinds) or isinstance(value, bool):
-                raise TypeError(f"{what} (got {type(value).__name__} as its '{key}')")
-        if not self.dtype.is_floating_point:
-            raise TypeError(f"{what} (got values of {self.dtype})")
+        check_fields(self, _FIELDS, what)
         size, columns = self.blocks.block_size, self.columns
         fits = columns == 0 if self.projection_seed is None else columns > 0 and len(self.shape) > 1
         if size is None or not fits:

@@ -244,12 +244,7 @@ class QTensor:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # sizes are no numbers there
             return
         what = f"'{owner}' expects '{name}' as 'quantize' or a format makes it"
-        for key, kinds in _FIELDS.items():
-            value = getattr(self, key)
-            if not isinstance(value, kinds) or isinstance(value, bool):
-                raise TypeError(f"{what} (got {type(value).__name__} as its '{key}')")
-        if not self.dtype.is_floating_point:
-            raise TypeError(f"{what} (got values of {self.dtype})")
+        check_fields(self, _FIELDS, what)
         if not self._stores(self.storage.dtype) or not self.scales.is_floating_point():
             raise TypeError(f"{what} (got storage in {self.storage.dtype}, scales in {self.scales.dtype})")
         layout, dim, stored = self.layout, self._dim, list(self.shape)
@@ -355,3 +350,14 @@ _FIELDS: dict[str, Any] = {
 
 def _is_float8(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def check_fields(record: Any, kinds: dict[str, Any], what: str) -> None:
+    """Raise a ``TypeError`` that begins with ``what`` unless the fields of a record are of these kinds, and its values
+    of a floating-point type."""
+    for key, kind in kinds.items():
+        value = getattr(record, key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TypeError(f"{what} (got {type(value).__name__} as its '{key}')")
+    if not record.dtype.is_floating_point:
+        raise TypeError(f"{what} (got values of {record.dtype})")
