@@ -74,13 +74,18 @@ def load(name: str, with_normal_rows: bool, setting: Setting) -> Data:
     if setting.quick:
         return graph("arxiv", setting)
     try:
-        data = debian(setting.root) if name == "debian" else qgnn.data.load(name, setting.root)
+        data = read(name, setting.root)
     except DatasetError as error:
         raise UnavailableError(f"{error}; --root names the folder of the data sets") from error
     return (normalize_rows(data) if with_normal_rows else data).to(setting.device)
 
 
-def debian(root: Path | None) -> Data:
+def read(name: str, root: Path | None) -> Data:
+    """A data set of :func:`qgnn.data.load`, or ``debian``."""
+    return _debian(root) if name == "debian" else qgnn.data.load(name, root)
+
+
+def _debian(root: Path | None) -> Data:
     """The packages of Debian 12 and what they depend on, to be sorted by section; of no class of PyG's.
 
     A file like WordNet's, ``DebianBookworm/raw/debian_bookworm.npz``: 63,436 nodes, of which one, libc6, has 21,814

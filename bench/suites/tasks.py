@@ -37,9 +37,7 @@ def is_of_graphs(dataset: str) -> bool:
 def _data(dataset: str, setting: Setting) -> Any:
     if setting.quick:
         return graph("arxiv", setting)
-    if dataset == "debian":
-        return pyg_models.debian(setting.root)
-    return (qgnn.data.load_graphs if is_of_graphs(dataset) else qgnn.data.load)(dataset, setting.root)
+    return (qgnn.data.load_graphs if is_of_graphs(dataset) else pyg_models.read)(dataset, setting.root)
 
 
 @lru_cache(maxsize=1)
