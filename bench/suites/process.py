@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -39,6 +40,7 @@ def case(
     setting: Setting,
     chosen: Sequence[str] | None = None,
     num_processes: int = 1,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Case:
     """A training step of a problem, each of its providers in a process of its own, or in several that know each other.
 
@@ -49,16 +51,19 @@ def case(
         setting: Where it runs.
         chosen: Names of providers; ``None`` for all.
         num_processes: How many a provider has; ``torchrun`` starts several.
+        variables: Of their environment, beside those of this process.
     """
     providers = [
-        Provider(p.name, partial(_measure, suite, name, p.name, setting, num_processes), p.tolerance)
+        Provider(p.name, partial(_measure, suite, name, p.name, setting, num_processes, variables), p.tolerance)
         for p in problem.providers()
         if chosen is None or p.name in chosen
     ]
     return Case(problem.name, "step", problem.exact, providers)
 
 
-def _measure(suite: str, name: str, provider: str, setting: Setting, num_processes: int) -> Measured:
+def _measure(
+    suite: str, name: str, provider: str, setting: Setting, num_processes: int, variables: Mapping[str, str]
+) -> Measured:
     if not sys.platform.startswith("linux"):
         raise UnavailableError("only Linux tells a process its peak of memory")
     if setting.is_cuda and num_processes > torch.cuda.device_count():
@@ -71,7 +76,8 @@ def _measure(suite: str, name: str, provider: str, setting: Setting, num_process
         several = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes), "-m"]
         command = [sys.executable, "-m", *(several if num_processes > 1 else []), "bench.child", *options]
         isolated = {"PYTHONSAFEPATH": "1"} if sys.flags.safe_path else {}
-        subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_SECONDS, check=True, env={**os.environ, **isolated})
+        environment = {**os.environ, **isolated, **variables}
+        subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_SECONDS, check=True, env=environment)
         measured = torch.load(out, map_location=setting.device)
     if isinstance(measured, str):
         raise UnavailableError(measured)

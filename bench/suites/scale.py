@@ -33,6 +33,8 @@ SIZES = (10_000, 100_000, 316_000, 1_000_000, 3_160_000, 10_000_000)  # nodes
 DEGREE, WIDTHS = 10, (64, 64, 16)
 TRAINED, CHECKED = 0.1, 32  # the share of nodes with a label, and the number of those that the gate looks at
 PART = 1 << 20  # rows that are drawn and rounded at once
+# All providers read rows anywhere in hundreds of megabytes, which pages of 4 KiB make a search for addresses.
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch asks for them; the system may have none
 
 
 def draw_edges(num_nodes: int, seed: int = 0) -> Tensor:
@@ -182,4 +184,5 @@ PROBLEMS: process.Problems = {str(size): partial(Problem, size) for size in SIZE
 
 def cases(setting: Setting) -> Iterator[Case]:
     for name in setting.shapes(*PROBLEMS):
-        yield process.case("scale", name, PROBLEMS[name](setting), setting, QUICK if setting.quick else None)
+        chosen = QUICK if setting.quick else None
+        yield process.case("scale", name, PROBLEMS[name](setting), setting, chosen, variables=HUGE_PAGES)
