@@ -1,21 +1,32 @@
-"""Plots made of records alone: the speed-up over the best rival, the memory of a training step, and the accuracy that
-number formats lose by the error of their operands."""
+"""Plots made of records alone: the speed-up over the best rival, the memory of a training step, the accuracy that
+training in few bits costs by model, and what number formats lose of it by the error of their operands."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from .numbers import POINTS, THRESHOLD, Point, points
 from .records import Record
+from .scores import Runs, half_width, runs_of
 from .summary import APART, OURS, WARM, WHOLE, Line, is_of_formats, lines, machines
 
 MARKERS = {"int": "o", "fixed": "s", "msfp": "^"}
+MODELS = {  # color and marker
+    "gcn": ("#1f77b4", "o"),
+    "sage": ("#ff7f0e", "s"),
+    "gat": ("#2ca02c", "^"),
+    "gin": ("#9467bd", "D"),
+    "gcn2": ("#8c564b", "v"),
+}
+CLAIM = 0.3  # points that int8 may lose
+PRECISIONS = ("qgnn int8", "qgnn int4")
 COLORS = {"quantized": "#1f77b4", "full": "#9ecae1", "peak": "#c6c6c6", "kept": "#525252"}
 
 
 def write(results: Path, folder: Path) -> list[Path]:
     """PNG files of what was measured on each machine: ``<machine>-steps.png``, ``-primitives.png``, ``-memory.png``,
-    ``-threshold.png``."""
+    ``-accuracy.png``, ``-threshold.png``."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for machine, measured in machines(results).items():
@@ -33,6 +44,10 @@ def write(results: Path, folder: Path) -> list[Path]:
             if found:
                 written.append(folder / f"{machine}-{name}.png")
                 _save(draw, found, device, written[-1])
+        shares = {key: runs for key, runs in runs_of(groups, ablation=False).items() if runs.metric.scale == 100}
+        if shares:
+            written.append(folder / f"{machine}-accuracy.png")
+            _draw_accuracy(shares, device, written[-1])
         if of_formats := points(measured):
             written.append(folder / f"{machine}-threshold.png")
             _scatter(of_formats, device, written[-1])
@@ -61,6 +76,36 @@ def _scatter(found: Sequence[Point], device: str, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     figure.colorbar(axes.collections[0], label="bits")
     figure.legend(loc="outside lower right", ncols=3, fontsize=7)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_accuracy(found: Mapping[tuple[str, str], Runs], device: str, path: Path) -> None:
+    """Differences to fp32 with their intervals: a line a data set, a marker a model, a panel a width."""
+    from matplotlib.figure import Figure
+
+    datasets = list(dict.fromkeys(dataset for dataset, _ in found))
+    figure = Figure(figsize=(9, 1.4 + 0.42 * len(datasets)), layout="constrained")
+    panels = figure.subplots(1, len(PRECISIONS), sharey=True)
+    labelled = set()
+    for axes, provider in zip(panels, PRECISIONS, strict=True):
+        for (dataset, model), runs in found.items():
+            if values := runs.differences(provider):
+                y = datasets.index(dataset) + 0.15 * (list(MODELS).index(model) - (len(MODELS) - 1) / 2)
+                color, marker = MODELS[model]
+                label = model if model not in labelled else None
+                labelled.add(model)
+                width = half_width(values)
+                axes.errorbar(mean(values), y, xerr=width, color=color, marker=marker, markersize=4, lw=1, label=label)
+        axes.axvspan(-CLAIM, CLAIM, color="#eeeeee", zorder=0)
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.set_xlabel("points beside PyG's fp32", fontsize=8)
+        axes.set_title(provider, fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+    panels[0].set_yticks(range(len(datasets)), datasets, fontsize=8)
+    panels[0].set_ylim(len(datasets) - 0.4, -0.6)
+    figure.suptitle(f"{device}: test score, with intervals of 95 %", fontsize=9)
+    figure.legend(loc="outside lower right", ncols=len(MODELS), fontsize=7)
     figure.savefig(path, dpi=150)
 
 

@@ -4,11 +4,15 @@ import importlib
 import sys
 from pathlib import Path
 
+import matplotlib.figure
+import pytest
+
 from bench_records import rows, write
 from house import ROOT
 
 sys.path.append(str(ROOT))  # bench is not installed; last, so that an installed qgnn is found first
 pages = importlib.import_module("bench.pages")
+plots = importlib.import_module("bench.plots")
 report = importlib.import_module("bench.report")
 scores = importlib.import_module("bench.scores")
 
@@ -81,3 +85,26 @@ def test_an_ablation_has_a_line_for_each_set_of_rules(tmp_path: Path) -> None:
         ["cora", "stochastic", "row", "fp32", "+1.00 ± 0.00", "", "2"],
         ["cora", "nearest", "tensor", "quantized", "-10.00 ± 0.00", "-20.00 ± 0.00", "2"],
     ]
+
+
+def test_a_plot_has_a_mark_for_each_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = []
+    save = matplotlib.figure.Figure.savefig
+    monkeypatch.setattr(
+        matplotlib.figure.Figure, "savefig", lambda self, *args, **kw: (figures.append(self), save(self, *args, **kw))
+    )
+    for seed, full in enumerate([0.80, 0.82]):
+        for dataset, model, drop in (("cora", "gcn", 0.01), ("cora", "gat", 0.03), ("pubmed", "gin", 0.02)):
+            write(tmp_path, "accuracy", f"{dataset}/{model}/seed{seed}", "pyg fp32", test_acc=full)
+            write(tmp_path, "accuracy", f"{dataset}/{model}/seed{seed}", "qgnn int8", test_acc=full - drop)
+        write(tmp_path, "accuracy", f"esol/gcn/seed{seed}", "pyg fp32", metrics={"rmse": 0.8})
+        write(tmp_path, "accuracy", f"esol/gcn/seed{seed}", "qgnn int8", metrics={"rmse": 0.9})
+    (path,) = plots.write(tmp_path, tmp_path / "plots")
+    assert path.name == "some-cpu-2-threads-accuracy.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    (figure,) = figures
+    left, right = figure.axes
+    marks = {float(line.get_xdata()[0]) for line in left.lines if line.get_marker() not in ("None", "", None)}
+    assert marks == {pytest.approx(-1), pytest.approx(-3), pytest.approx(-2)}
+    assert [label.get_text() for label in left.get_yticklabels()] == ["cora", "pubmed"]
+    assert right.get_title() == "qgnn int4"
