@@ -2,6 +2,8 @@
 training in few bits costs by model, and what number formats lose of it by the error of their operands."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -10,6 +12,8 @@ from .numbers import POINTS, THRESHOLD, Point, points
 from .records import Record
 from .scores import Runs, half_width, runs_of
 from .summary import APART, OURS, WARM, WHOLE, Line, is_of_formats, lines, machines
+
+Panels = Mapping[str, Sequence[Any]]  # by title
 
 MARKERS = {"int": "o", "fixed": "s", "msfp": "^"}
 MODELS = {  # color and marker
@@ -21,6 +25,8 @@ MODELS = {  # color and marker
 }
 CLAIM = 0.3  # points that int8 may lose
 PRECISIONS = ("qgnn int8", "qgnn int4")
+SPEED = "speed with quantization included"
+INK = {"peak": "black", "kept": "white"}
 COLORS = {"quantized": "#1f77b4", "full": "#9ecae1", "peak": "#c6c6c6", "kept": "#525252"}
 
 
@@ -35,15 +41,15 @@ def write(results: Path, folder: Path) -> list[Path]:
         # A bar is a ratio, and a warm pass has none.
         speed = [n for n in lines(groups) if n.suite not in APART and n.pass_ != WARM and _factors(n)]
         memory = [record for group in groups if group[0]["suite"] == "memory" for record in group if record["ok"]]
-        plots: dict[str, tuple[Any, Sequence[Any]]] = {
-            "steps": (_draw_speed, [line for line in speed if line.suite in WHOLE]),
-            "primitives": (_draw_speed, [line for line in speed if line.suite not in WHOLE]),
-            "memory": (_draw_memory, memory),
+        plots: dict[str, tuple[Any, Panels]] = {
+            "steps": (_draw_speed, {SPEED: [line for line in speed if line.suite in WHOLE]}),
+            "primitives": (_draw_speed, {SPEED: [line for line in speed if line.suite not in WHOLE]}),
+            "memory": (_draw_memory, {case: [*rows] for case, rows in groupby(memory, key=itemgetter("case"))}),
         }
-        for name, (draw, found) in plots.items():
-            if found:
+        for name, (draw, panels) in plots.items():
+            if any(panels.values()):
                 written.append(folder / f"{machine}-{name}.png")
-                _save(draw, found, device, written[-1])
+                _save(draw, panels, device, written[-1])
         shares = {key: runs for key, runs in runs_of(groups, ablation=False).items() if runs.metric.scale == 100}
         if shares:
             written.append(folder / f"{machine}-accuracy.png")
@@ -76,7 +82,7 @@ def _scatter(found: Sequence[Point], device: str, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     figure.colorbar(axes.collections[0], label="bits")
     figure.legend(loc="outside lower right", ncols=3, fontsize=7)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=110)
 
 
 def _draw_accuracy(found: Mapping[tuple[str, str], Runs], device: str, path: Path) -> None:
@@ -85,9 +91,10 @@ def _draw_accuracy(found: Mapping[tuple[str, str], Runs], device: str, path: Pat
 
     datasets = list(dict.fromkeys(dataset for dataset, _ in found))
     figure = Figure(figsize=(9, 1.4 + 0.42 * len(datasets)), layout="constrained")
-    panels = figure.subplots(1, len(PRECISIONS), sharey=True)
+    chosen = [name for name in PRECISIONS if any(runs.differences(name) for runs in found.values())]
+    ((first, *others),) = figure.subplots(1, len(chosen), sharey=True, squeeze=False)
     labelled = set()
-    for axes, provider in zip(panels, PRECISIONS, strict=True):
+    for axes, provider in zip((first, *others), chosen, strict=True):
         for (dataset, model), runs in found.items():
             if values := runs.differences(provider):
                 y = datasets.index(dataset) + 0.15 * (list(MODELS).index(model) - (len(MODELS) - 1) / 2)
@@ -102,24 +109,33 @@ def _draw_accuracy(found: Mapping[tuple[str, str], Runs], device: str, path: Pat
         axes.set_title(provider, fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
-    panels[0].set_yticks(range(len(datasets)), datasets, fontsize=8)
-    panels[0].set_ylim(len(datasets) - 0.4, -0.6)
+    first.set_yticks(range(len(datasets)), datasets, fontsize=8)
+    first.set_ylim(len(datasets) - 0.4, -0.6)
     figure.suptitle(f"{device}: test score, with intervals of 95 %", fontsize=9)
     figure.legend(loc="outside lower right", ncols=len(MODELS), fontsize=7)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=110)
 
 
-def _save(draw: Any, found: Sequence[Any], device: str, path: Path) -> None:
+def _save(draw: Any, panels: Panels, device: str, path: Path) -> None:
+    """One panel below the other, each with a line a bar."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 1.2 + 0.32 * len(found)), layout="constrained")
-    axes = figure.subplots()
-    draw(axes, found, device)
-    axes.set_ylim(len(found) - 0.4, -0.6)  # the first one on top
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    figure.legend(loc="outside lower right", ncols=2, fontsize=7)
-    figure.savefig(path, dpi=150)
+    sizes = [len(found) for found in panels.values()]
+    height = 1.2 + 0.32 * sum(sizes) + 0.5 * (len(sizes) - 1)
+    figure = Figure(figsize=(10, height), layout="constrained")
+    rows = figure.subplots(len(sizes), height_ratios=sizes, sharex=True, squeeze=False)
+    for (axes,), (title, found) in zip(rows, panels.items(), strict=True):
+        draw(axes, found)
+        axes.set_title(title, fontsize=9)
+        axes.set_ylim(len(found) - 0.4, -0.6)  # the first one on top
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.label_outer()
+    handles, labels = axes.get_legend_handles_labels()
+    figure.suptitle(device, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower right", ncols=2, fontsize=7)
+    figure.savefig(path, dpi=110)
 
 
 def _factors(line: Line) -> dict[str, float]:
@@ -127,7 +143,7 @@ def _factors(line: Line) -> dict[str, float]:
     return {kind: factor for kind, factor in found.items() if factor is not None}
 
 
-def _draw_speed(axes: Any, found: Sequence[Line], device: str) -> None:
+def _draw_speed(axes: Any, found: Sequence[Line]) -> None:
     """Horizontal bars that start at 1: right of it ours is faster."""
     offsets = {"quantized": -0.2, "full": 0.2}
     labels = {"quantized": "qgnn, integer codes", "full": "qgnn, fp32"}
@@ -149,18 +165,19 @@ def _draw_speed(axes: Any, found: Sequence[Line], device: str) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     axes.margins(x=0.08)
     axes.set_xlabel("times as fast as the best rival, one in fp32 where there is one", fontsize=8)
-    axes.set_title(f"{device}: speed with quantization included", fontsize=9)
 
 
-def _draw_memory(axes: Any, found: Sequence[Record], device: str) -> None:
+def _draw_memory(axes: Any, found: Sequence[Record]) -> None:
     """What a step takes at its peak, and within it what is kept for the backward pass."""
     for kind, field, width in (("peak", "peak_mib", 0.7), ("kept", "saved_mib", 0.3)):
         values = [record[field] for record in found]
         label = {"peak": "peak of the process, data set excluded", "kept": "kept for the backward pass"}[kind]
-        bars = axes.barh(range(len(found)), values, width, color=COLORS[kind], label=label)
-        axes.bar_label(bars, [f"{value:.0f}" for value in values], padding=3, fontsize=6)
+        axes.barh(range(len(found)), values, width, color=COLORS[kind], label=label)
+        for y, value in enumerate(values):
+            axes.annotate(f"{value:.0f} ", (value, y), ha="right", va="center", fontsize=6, color=INK[kind])
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_yticks(range(len(found)), [record["provider"] for record in found], fontsize=7)
     for tick, record in zip(axes.get_yticklabels(), found, strict=True):
         tick.set_fontweight("bold" if record["provider"].startswith(OURS) else "normal")
-    axes.set_xlabel("MiB", fontsize=8)
-    axes.set_title(f"{device}: a training step, {found[0]['case']}", fontsize=9)
+    axes.set_xlabel("MiB of a training step", fontsize=8)

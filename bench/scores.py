@@ -71,9 +71,9 @@ def runs_of(groups: Groups, ablation: bool) -> dict[tuple[str, str], Runs]:
     """By data set and model, in the order of the names. Older records, whose cases name a precision and which are of
     other recipes, count where there are no others."""
     found: tuple[dict[tuple[str, str], Runs], ...] = {}, {}
-    for record in (record for group in groups for record in group):
+    for record in (record for group in groups if group[0]["suite"] == "accuracy" for record in group if record["ok"]):
         dataset, model, *middle, _ = record["case"].split("/")
-        if record["suite"] == "accuracy" and record["ok"] and (middle == ["ablation"]) == ablation:
+        if (middle == ["ablation"]) == ablation:
             found[middle in ([], ["ablation"])].setdefault((dataset, model), Runs()).add(record)
     older, newer = found
     return dict(sorted({**older, **newer}.items()))

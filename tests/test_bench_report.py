@@ -328,15 +328,16 @@ def test_plots_are_drawn(results: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_plots_show_the_factors(results: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn = {}
-    monkeypatch.setattr(plots, "_save", lambda draw, found, device, path: drawn.update({path.stem: found}))
+    monkeypatch.setattr(plots, "_save", lambda draw, panels, device, path: drawn.update({path.stem: panels}))
     warm = [make_record("qgnn int8", 1.0, **{"pass": "warm"}), make_record("torch fp32", 4.0, **{"pass": "warm"})]
     records.append(results / STAMP.machine / "unit.jsonl", warm)  # without quantization: no bar
     plots.write(results, tmp_path)
-    assert [plots._factors(line) for line in drawn["some-cpu-2-threads-primitives"]] == [
-        {"quantized": 3.0, "full": 1.5}
-    ]
-    assert [plots._factors(line) for line in drawn["some-cpu-2-threads-steps"]] == [{"quantized": 2.5}]
-    assert [record["provider"] for record in drawn["some-cpu-2-threads-memory"]] == ["qgnn int8", "pyg coo fp32"]
+    primitives, steps = (drawn[f"some-cpu-2-threads-{name}"][plots.SPEED] for name in ("primitives", "steps"))
+    assert [plots._factors(line) for line in primitives] == [{"quantized": 3.0, "full": 1.5}]
+    assert [plots._factors(line) for line in steps] == [{"quantized": 2.5}]
+    ((case, found),) = drawn["some-cpu-2-threads-memory"].items()
+    assert [record["provider"] for record in found] == ["qgnn int8", "pyg coo fp32"]
+    assert {record["case"] for record in found} == {case}
 
 
 def test_shares_of_a_copy_are_shown_where_one_was_measured_in_the_run(results: Path) -> None:

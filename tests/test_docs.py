@@ -28,6 +28,7 @@ SECTIONS = ["What it computes", "Numerics", "Cost", "Shapes", "Backends", "Bad i
 _DIRECTIVE = re.compile(r"^\.\. (currentmodule|auto\w+):: (\S+)$")
 _NAME = re.compile(r"`~?(qgnn(?:\.\w+)+)")
 _PATH = re.compile(r"`((?:qgnn|kernels|bench|tests|examples|notebooks)/[\w./*]*)`")
+_IMAGE = re.compile(r"^!\[.+\]\((?:\.\./|docs/)images/(\S+)\)$", re.MULTILINE)
 _INCLUDE = re.compile(r"^:(?:start-after|end-before): (.+)$", re.MULTILINE)
 
 
@@ -168,6 +169,12 @@ def test_pages_name_nothing_that_does_not_exist() -> None:
 def test_pages_include_parts_of_readme_that_exist() -> None:
     assert any(_INCLUDE.findall(text) for text in pages(DOCS).values())
     assert broken_includes(DOCS) == []
+
+
+def test_pages_show_the_plots_that_there_are() -> None:
+    texts = [*pages(DOCS).values(), (ROOT / "README.md").read_text()]
+    shown = {name for text in texts for name in _IMAGE.findall(text)}
+    assert shown == {path.name for path in (DOCS / "images").iterdir()}
 
 
 def test_every_primitive_has_a_page_with_all_sections() -> None:
