@@ -118,6 +118,29 @@ def test_schemes_of_accuracy_train_from_equal_weights_to_other_scores() -> None:
     assert all(0 < run.test_acc < 1 and run.metrics["best_epoch"] in (2, 3) for run in found.values())
 
 
+@pytest.mark.parametrize("model", accuracy.SUMS_FEATURES)
+def test_models_that_sum_features_train_alike_on_a_matrix(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyG's in fp32; parallel edges, which a matrix would weigh otherwise in a mean, stay edges."""
+    problem = accuracy.Problem("cora", model, 0, {}, QUICK)
+    fp32 = accuracy.tasks.FP32
+    task, recipe = accuracy.tasks.load("cora", model, QUICK)
+    by_edges = task.with_own_edges()
+    by_edges.data.edge_index = torch.unique(by_edges.data.edge_index, dim=1)
+    monkeypatch.setattr(accuracy.tasks, "load", lambda *_: (by_edges, recipe))
+    assert problem.load(fp32)[0].data.edge_index.layout == torch.sparse_csr
+    assert problem.load(accuracy.precisions()["qgnn int8"])[0] is by_edges
+    on_matrix = problem.train(fp32)
+    result = problem.exact()[0]
+    monkeypatch.setattr(accuracy.tasks, "by_matrix", lambda task, _: task)
+    on_edges = problem.train(fp32)
+    assert torch.allclose(problem.exact()[0], result, rtol=1e-12, atol=1e-12)
+    assert on_matrix.metrics["final_loss"] == pytest.approx(on_edges.metrics["final_loss"], rel=1e-5)
+    monkeypatch.undo()
+    doubled = by_edges.with_own_edges()
+    doubled.data.edge_index = by_edges.data.edge_index.repeat(1, 2)
+    assert accuracy.tasks.by_matrix(doubled, torch.float32) is doubled
+
+
 def test_the_accuracy_is_that_of_the_best_validation_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = pyg_models.Problem("cora", "gcn", 0, QUICK)
     monkeypatch.setattr(pyg_models, "QUICK_EPOCHS", 3 * pyg_models.EVAL_EVERY)

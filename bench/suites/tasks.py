@@ -1,6 +1,7 @@
 """What ``qgnn train`` learns, for suites: real data sets with their recipes, and what models say before training."""
 
 import argparse
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -13,11 +14,11 @@ import qgnn
 from qgnn.cli.model import make_model
 from qgnn.cli.recipe import GIVEN, Recipe, num_edges_of, recipe_for
 from qgnn.cli.scheme import FULL_PRECISION, Scheme
-from qgnn.cli.task import Task, make_task
+from qgnn.cli.task import NodeTask, Task, make_task
 from qgnn.data.datasets import GRAPH_ENTRIES, key
 
 from . import pyg_models
-from .inputs import Setting, graph, graph_name
+from .inputs import Setting, adjacency, graph, graph_name
 
 QUICK_EPOCHS = 3
 FP32 = Scheme.from_parts(FULL_PRECISION[0])
@@ -52,6 +53,20 @@ def load(dataset: str, model: str, setting: Setting) -> tuple[Task, Recipe]:
     if setting.quick:
         recipe = replace(recipe, epochs=QUICK_EPOCHS)
     return make_task(data, setting.device, recipe.normalize), recipe
+
+
+def by_matrix(task: NodeTask, dtype: torch.dtype) -> NodeTask:
+    """The same with edges as a CSR matrix, with which PyG's layers sum rows of neighbors without a message an edge; as
+    it is with parallel edges, over which a matrix has no mean."""
+    edge_index = task.data.edge_index
+    ones = torch.ones(edge_index.shape[1], dtype=dtype, device=edge_index.device)
+    matrix = adjacency(edge_index, ones, len(task.data.x))
+    if matrix.values().shape != ones.shape:
+        return task
+    found = copy.copy(task)
+    found.data = copy.copy(task.data)
+    found.data.edge_index = matrix
+    return found
 
 
 def untrained(
