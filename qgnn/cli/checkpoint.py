@@ -111,14 +111,13 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         UsageError: If there is none, or it is damaged.
     """
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            saved = load_whole(file)
     except OSError as error:
         raise UsageError(
             f"--resume expects a checkpoint that can be read (got {str(path)!r}: {error.strerror}); begin without "
             "--resume"
         ) from error
-    try:
-        saved = load_whole(content)
     except ValueError as error:
         raise UsageError(
             f"--resume expects a whole checkpoint (got {str(path)!r}: {error}); begin without --resume, or give a copy"

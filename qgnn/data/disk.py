@@ -1,25 +1,28 @@
 """What survives a power failure, and files that are read whole or not at all."""
 
-import io
 import os
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 
-def load_whole(content: bytes) -> Any:
+def load_whole(file: BinaryIO) -> Any:
     """What :func:`torch.save` wrote, tensors in the memory of the host.
+
+    Args:
+        file: Open at its beginning; it is read twice, the first time in pieces, to check its sums.
 
     Raises:
         ValueError: If it is damaged, or would run code; the message is one line.
     """
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        with zipfile.ZipFile(file) as archive:
             if (damaged := archive.testzip()) is not None:  # torch checks no sums
                 raise ValueError(f"{damaged} is not what was written")
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
     except MemoryError:
         raise
     except Exception as error:  # of any type, by where it is damaged

@@ -161,7 +161,8 @@ def load_shard(folder: str | os.PathLike[str], rank: int, num_parts: int) -> Sha
             f"{', '.join(others[:3]) or 'none'}); write it with 'save_partitions(..., num_parts={num_parts})'"
         )
     try:
-        saved = load_whole(path.read_bytes())
+        with path.open("rb") as file:
+            saved = load_whole(file)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"'PartitionedGraph.load' expects a whole file (got {str(path)!r}: {error}); write it anew with "
