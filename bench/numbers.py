@@ -32,10 +32,17 @@ BY_FORMAT_NOTE = (
     "results), element by element and as a ratio of sums. Drop: test accuracy of PyG's fp32 less that of the format, "
     "means over the same seeds."
 )
+WIDTHS = range(8, 1, -1)
+BY_DATASET = ("data set", "format", *(f"{bits} bits" for bits in WIDTHS), "seeds")
+BY_DATASET_NOTE = (
+    "Test accuracy of PyG's fp32 less that of the format, in points, with the standard error over the seeds."
+)
+RESOLVED = 0.5  # points: the mean standard error of a data set's drops up to which they tell a point
 RULE = ("rule", "hits", "misses", "false alarms", "right rejections", "right %", "rank correlation with the drop")
 RULE_NOTE = (
     f"'At most {THRESHOLD}' taken as 'drops by at most {POINTS:g} point': hits hold both, misses drop in spite of a "
-    "small error, false alarms do not drop in spite of a large one. Spearman's correlation."
+    "small error, false alarms do not drop in spite of a large one. Spearman's correlation. Left out of the last two "
+    f"tables, as the mean standard error of their drops is more than {RESOLVED:g} points: "
 )
 RULES = {
     "error_x": "Error_X, mean over operands",
@@ -107,6 +114,21 @@ def points(groups: Groups) -> list[Point]:
     return found
 
 
+def resolved(found: Sequence[Point]) -> list[Point]:
+    """Those of data sets whose drops are certain enough to tell a point."""
+    by_dataset = {p.dataset: [100 * q.errors["drop_error"] for q in found if q.dataset == p.dataset] for p in found}
+    return [p for p in found if fmean(by_dataset[p.dataset]) <= RESOLVED]
+
+
+def dataset_rows(found: Sequence[Point]) -> Iterator[Row]:
+    for dataset, family in dict.fromkeys((p.dataset, p.family) for p in found):
+        by_bits = {p.bits: p for p in found if (p.dataset, p.family) == (dataset, family)}
+        drops = (
+            f"{p.drop:+.2f} ± {100 * p.errors['drop_error']:.2f}" if (p := by_bits.get(bits)) else "" for bits in WIDTHS
+        )
+        yield dataset, family, *drops, str(int(min(p.errors["seeds"] for p in by_bits.values())))
+
+
 def format_rows(found: Sequence[Point]) -> Iterator[Row]:
     for family in dict.fromkeys(p.family for p in found):
         for bits in sorted({p.bits for p in found if p.family == family}, reverse=True):
@@ -147,8 +169,14 @@ def threshold_tables(groups: Groups) -> list[str]:
     found = points(groups)
     if not found:
         return []
-    by_format = table(BY_FORMAT, list(format_rows(found)))
-    return [by_format, BY_FORMAT_NOTE, table(RULE, list(rule_rows(found))), RULE_NOTE]
+    chosen = resolved(found)
+    left_out = list(dict.fromkeys(p.dataset for p in found if p not in chosen))
+    tables = [
+        (BY_DATASET, dataset_rows(found), BY_DATASET_NOTE),
+        (BY_FORMAT, format_rows(chosen), BY_FORMAT_NOTE),
+        (RULE, rule_rows(chosen) if chosen else (), f"{RULE_NOTE}{', '.join(left_out) or 'none'}."),
+    ]
+    return [part for header, rows, note in tables for part in (table(header, list(rows)), note)]
 
 
 def format_tables(groups: Groups) -> list[str]:

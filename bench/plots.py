@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from .numbers import POINTS, THRESHOLD, Point, points
+from .numbers import POINTS, THRESHOLD, Point, points, resolved
 from .records import Record
 from .scores import Runs, half_width, runs_of
 from .summary import APART, OURS, WARM, WHOLE, Line, is_of_formats, lines, machines
@@ -54,7 +54,7 @@ def write(results: Path, folder: Path) -> list[Path]:
         if shares:
             written.append(folder / f"{machine}-accuracy.png")
             _draw_accuracy(shares, device, written[-1])
-        if of_formats := points(measured):
+        if of_formats := resolved(points(measured)):
             written.append(folder / f"{machine}-threshold.png")
             _scatter(of_formats, device, written[-1])
     return written

@@ -183,8 +183,9 @@ def write(results: Path, suite: str, *found: dict) -> None:
     records.append(results / STAMP.machine / f"{suite}.jsonl", lines)
 
 
-def write_point(results: Path, case: str, drop: float, error: float) -> None:
+def write_point(results: Path, case: str, drop: float, error: float, drop_error: float = 0.003) -> None:
     errors = dict.fromkeys(numbers.RULES, error) | {"sqnr": 20.0, "fp32_acc": 0.8, "bits": 4, "seeds": 2}
+    errors["drop_error"] = drop_error
     write(results, "threshold", {"case": case, "provider": "qgnn", "test_acc": 0.8 - drop / 100, "metrics": errors})
 
 
@@ -203,11 +204,21 @@ def test_threshold_tables_count_what_the_rule_says(tmp_path: Path) -> None:
     ):
         write_point(tmp_path, f"{dataset}/gcn/int/{bits}", drop, error)
     text = dict(pages.regions(tmp_path))["threshold"]
+    assert text.endswith("more than 0.5 points: none.")
+    no_widths = ["", "", ""]
+    assert cells(text, "cora", "int") == [
+        ["cora", "int", "+0.20 ± 0.30", *no_widths, "+0.80 ± 0.30", "", "", "2"],
+    ]
     assert cells(text, "int", "8") == [["int", "8", "2", "0.150", "0.150", "20.0", "+1.10", "50 %", "50 %"]]
     assert cells(text, "int", "4") == [["int", "4", "2", "0.450", "0.450", "20.0", "+3.40", "100 %", "50 %"]]
     (row,) = cells(text, numbers.RULES["error_x"])
     # Ranks of errors 0 2 1 3, of drops 0 1 2 3: one swap of neighbors.
     assert row[1:] == ["1", "1", "1", "1", "50", "0.80"]
+    write_point(tmp_path, "mutag/gcn/int/8", 3.0, 0.1, drop_error=0.02)  # which is no miss
+    text = dict(pages.regions(tmp_path))["threshold"]
+    assert text.endswith("more than 0.5 points: mutag.")
+    assert cells(text, numbers.RULES["error_x"]) == [row]
+    assert cells(text, "mutag")[0][2] == "+3.00 ± 2.00"
 
 
 def test_ranks_of_ties_are_means() -> None:
