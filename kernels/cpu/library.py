@@ -54,24 +54,24 @@ def _share_openmp() -> None:
 
 def _load() -> ctypes.CDLL:
     global _library, _failure, _not_kept
-    is_first = False
+    warning = None
     with _lock:
         if _library is None and _failure is None:
             _share_openmp()
             try:
                 _library, _not_kept = build.load()
-                is_first = True
+                if _not_kept is not None:
+                    warning = (
+                        f"each process compiles qgnn's CPU kernels anew, as they cannot be kept: {_not_kept}; "
+                        f"repair this, or set QGNN_CACHE_DIR to a folder that you alone can write to"
+                    )
             except build.BuildError as error:
                 _failure = str(error)
+                warning = f"on the CPU qgnn runs in plain PyTorch, which is slower than its C kernels: {_failure}"
+    if warning is not None:  # without the lock: who shows the warning may call a kernel
+        warnings.warn(warning, RuntimeWarning, stacklevel=2)
     if _library is None:
         raise build.BuildError(_failure)
-    if is_first and _not_kept is not None:  # without the lock: who shows the warning may call a kernel
-        warnings.warn(
-            f"each process compiles qgnn's CPU kernels anew, as they cannot be kept: {_not_kept}; repair this, or set "
-            f"QGNN_CACHE_DIR to a folder that you alone can write to",
-            RuntimeWarning,
-            stacklevel=2,
-        )
     return _library
 
 

@@ -86,6 +86,14 @@ class _Version(argparse.Action):
         parser.exit(0)
 
 
+class _Example(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from qgnn.cli.sweep.example import TEXT
+
+        print(TEXT, end="")
+        parser.exit(0)
+
+
 def _add_info(commands: Any) -> None:
     parser = commands.add_parser(
         "info",
@@ -227,7 +235,8 @@ def _add_sweep(commands: Any) -> None:
         "missing. A run whose process dies is tried once more; runs that a changed file no longer names stay in the "
         "journal and out of the table.",
     )
-    parser.add_argument("spec", metavar="SPEC", help="the file; examples/formats.toml shows how it is written")
+    parser.add_argument("spec", metavar="SPEC", help="the file; --example prints one")
+    parser.add_argument("--example", action=_Example, nargs=0, help="print a short file to start from, and end")
     parser.add_argument("--results", metavar="DIR", help="folder of the journal and the table (default: sweeps/NAME)")
     parser.add_argument(
         "--table",

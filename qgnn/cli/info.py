@@ -42,7 +42,8 @@ def info(options: argparse.Namespace) -> None:
     console.print("C kernels", style="bold")
     for line in describe(result["c_kernels"]):
         console.print(f"  {escape(line)}", soft_wrap=True)
-    table = Table("op", "device", "backend", "why", title="which backend serves each op", title_justify="left")
+    table = Table("op", "device", "backend", title="which backend serves each op", title_justify="left")
+    table.add_column("why", overflow="fold")  # paths are whole
     for op, served in result["ops"].items():
         for device, entry in served.items():
             table.add_row(op, device, entry["backend"] or "none", escape(entry["why"]))

@@ -29,6 +29,7 @@ def test_info_writes_what_it_prints(capsys: pytest.CaptureFixture[str], tmp_path
         assert entry["why"].startswith("C kernels, compiled at the first call: /")
         assert set(result["ops"][op]) == {"cpu", "cuda"}
     assert "\x1b" not in out
+    assert "…" not in out, "paths are whole"
     assert err == ""
 
 

@@ -15,6 +15,7 @@ from qgnn.cli.sweep.execute import execute, read, task_of
 from qgnn.cli.sweep.journal import DONE, FAILED, Journal
 from qgnn.cli.sweep.run_spec import RunSpec
 from qgnn.cli.sweep.table import Cell, panels, rows_of, summary, write_table
+from qgnn.tables import as_text
 from sweep_fakes import fake
 
 LINES = {"status": DONE, "commit": "c", "dirty": False}
@@ -65,6 +66,10 @@ def test_rows_and_panels_compare_with_the_baseline_of_the_same_seed() -> None:
     assert panel.cells[("int4", "weights")].text(3) == "50.00 (-30.00) n=1"
     assert (panel.labels, panel.components) == (["int8", "int4"], ["all", "weights"])
     assert list(summary(panel).columns[2].cells) == ["", "50.00 (-30.00) n=1"]
+    (baseline,) = panels(runs[:3], lines)
+    assert "test accuracy %, mean and deviation" in as_text(summary(baseline), 80), (
+        "a caption is not broken at each word"
+    )
     rows = rows_of(runs, lines)
     assert [row["status"] for row in rows] == [DONE] * 5 + [FAILED, DONE]
     assert (rows[5]["error"], rows[5]["commit"], rows[0]["commit"]) == ("E: no", "c+", "c")

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import soak_files
+from qgnn.cli import main
 from qgnn.cli.errors import UsageError
 from qgnn.cli.sweep.run_spec import RunSpec
 from qgnn.cli.sweep.spec import Spec, read_spec
@@ -24,6 +25,14 @@ def read(tmp_path: Path) -> Any:
         return read_spec(tmp_path / "s.toml")
 
     return read_text
+
+
+def test_the_command_prints_a_specification_to_start_from(read: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "--example"]) == 0
+    text = capsys.readouterr().out
+    runs = read(text).runs
+    assert {run.dataset for run in runs} == {"wordnet"}, "embedded"
+    assert f"? {len(runs)} runs.\n" in text
 
 
 def test_a_grid_is_a_product_with_one_baseline_a_data_set_model_and_seed(read: Any) -> None:

@@ -226,6 +226,7 @@ def summary(panel: Panel) -> Table:
     if any(cell.bits for cell in panel.cells.values()):
         caption += "; bits: mean over epochs and seeds"
     table = Table(title=panel.title, title_justify="left", caption=caption, caption_justify="left")
+    table.min_width = 60  # for the caption, which is not wider than the table
     table.add_column("format", no_wrap=True)
     for component in panel.components:
         table.add_column(component.replace("_", "\n"), justify="right")

@@ -157,7 +157,7 @@ def test_two_threads_load_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loads == [1]
 
 
-def test_a_failure_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_told_once_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = []
 
     def fail() -> None:
@@ -168,7 +168,9 @@ def test_a_failure_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_library", None)
     monkeypatch.setattr(library, "_functions", {})
     monkeypatch.setattr(library, "_failure", None)
-    assert library.unavailable() == library.unavailable() == "no compiler today"
+    with pytest.warns(RuntimeWarning, match="plain PyTorch, which is slower .*: no compiler today$") as warned:
+        assert library.unavailable() == library.unavailable() == "no compiler today"
+    assert len(warned) == 1
     with pytest.raises(build.BuildError, match="no compiler today"):
         library.launch("qgnn_quantize_tensor")
     assert tries == [1]
