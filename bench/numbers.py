@@ -4,7 +4,7 @@ an error of operands tells what becomes of the accuracy."""
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import NamedTuple
 
 from .records import Record
@@ -37,12 +37,12 @@ BY_DATASET = ("data set", "format", *(f"{bits} bits" for bits in WIDTHS), "seeds
 BY_DATASET_NOTE = (
     "Test accuracy of PyG's fp32 less that of the format, in points, with the standard error over the seeds."
 )
-RESOLVED = 0.5  # points: the mean standard error of a data set's drops up to which they tell a point
+RESOLVED = 0.5  # points: the median standard error of a data set's drops up to which they tell a point
 RULE = ("rule", "hits", "misses", "false alarms", "right rejections", "right %", "rank correlation with the drop")
 RULE_NOTE = (
     f"'At most {THRESHOLD}' taken as 'drops by at most {POINTS:g} point': hits hold both, misses drop in spite of a "
     "small error, false alarms do not drop in spite of a large one. Spearman's correlation. Left out of the last two "
-    f"tables, as the mean standard error of their drops is more than {RESOLVED:g} points: "
+    f"tables, as the median standard error of their drops is more than {RESOLVED:g} points: "
 )
 RULES = {
     "error_x": "Error_X, mean over operands",
@@ -117,7 +117,7 @@ def points(groups: Groups) -> list[Point]:
 def resolved(found: Sequence[Point]) -> list[Point]:
     """Those of data sets whose drops are certain enough to tell a point."""
     by_dataset = {p.dataset: [100 * q.errors["drop_error"] for q in found if q.dataset == p.dataset] for p in found}
-    return [p for p in found if fmean(by_dataset[p.dataset]) <= RESOLVED]
+    return [p for p in found if median(by_dataset[p.dataset]) <= RESOLVED]
 
 
 def dataset_rows(found: Sequence[Point]) -> Iterator[Row]:
