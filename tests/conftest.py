@@ -1,5 +1,6 @@
 """What every test shares: the device, the kernels' interpreter where there is no GPU, deterministic property tests."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -26,6 +27,21 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("qgnn")
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests are millions of objects, which every collection of garbage, and everyone who looks for living
+    tensors, would go through: from here on they are set aside, all but the tensors."""
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    gc.freeze()
+    others = gc.get_objects
+    gc.get_objects = lambda: [*others(), *tensors]
+
+
+def pytest_unconfigure() -> None:
+    """What is frozen would count as leaked at the end."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
