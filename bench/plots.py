@@ -50,7 +50,11 @@ def write(results: Path, folder: Path) -> list[Path]:
             if any(panels.values()):
                 written.append(folder / f"{machine}-{name}.png")
                 _save(draw, panels, device, written[-1])
-        shares = {key: runs for key, runs in runs_of(groups, ablation=False).items() if runs.metric.scale == 100}
+        shares = {
+            key: runs
+            for key, runs in runs_of(groups, ablation=False).items()
+            if runs.metric.scale == 100 and any(map(runs.differences, PRECISIONS))
+        }
         if shares:
             written.append(folder / f"{machine}-accuracy.png")
             _draw_accuracy(shares, device, written[-1])

@@ -93,7 +93,9 @@ def test_a_plot_has_a_mark_for_each_model(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         matplotlib.figure.Figure, "savefig", lambda self, *args, **kw: (figures.append(self), save(self, *args, **kw))
     )
-    for seed, full in enumerate([0.80, 0.82]):
+    write(tmp_path, "accuracy", "cora/gcn/seed0", "pyg fp32", test_acc=0.8)
+    assert plots.write(tmp_path, tmp_path / "plots") == []  # nothing to compare it with
+    for seed, full in enumerate([0.80, 0.82], start=1):
         for dataset, model, drop in (("cora", "gcn", 0.01), ("cora", "gat", 0.03), ("pubmed", "gin", 0.02)):
             write(tmp_path, "accuracy", f"{dataset}/{model}/seed{seed}", "pyg fp32", test_acc=full)
             write(tmp_path, "accuracy", f"{dataset}/{model}/seed{seed}", "qgnn int8", test_acc=full - drop)
