@@ -2,6 +2,7 @@
 
 import gc
 import os
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -29,18 +30,34 @@ settings.register_profile(
 settings.load_profile("qgnn")
 
 
-def pytest_collection_finish() -> None:
-    """Thousands of tests are millions of objects, which every collection of garbage, and everyone who looks for living
-    tensors, would go through: from here on they are set aside, all but the tensors."""
+_living_objects = gc.get_objects
+_tensors_aside: list[weakref.ref[torch.Tensor]] = []
+
+
+def _set_aside() -> None:
+    """Takes all that lives, which are millions of objects, out of the way of every later collection of garbage and of
+    everyone who looks for living tensors; these are still found."""
     gc.collect()
-    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    _tensors_aside.extend(weakref.ref(item) for item in _living_objects() if issubclass(type(item), torch.Tensor))
     gc.freeze()
-    others = gc.get_objects
-    gc.get_objects = lambda: [*others(), *tensors]
+
+
+def pytest_collection_finish() -> None:
+    """The tests themselves."""
+    _set_aside()
+    gc.get_objects = lambda: [*_living_objects(), *(t for ref in _tensors_aside if (t := ref()) is not None)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _module_set_aside() -> Iterator[None]:
+    """What a module leaves behind, in caches of compilers for the most part."""
+    yield
+    _set_aside()
 
 
 def pytest_unconfigure() -> None:
     """What is frozen would count as leaked at the end."""
+    gc.get_objects = _living_objects
     gc.unfreeze()
 
 
