@@ -35,6 +35,11 @@ def write(results: Path, folder: Path) -> list[Path]:
     ``-accuracy.png``, ``-threshold.png``."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
+
+    def save(figure: Any, name: str) -> None:
+        written.append(folder / f"{name}.png")
+        figure.savefig(written[-1], dpi=110)
+
     for machine, measured in machines(results).items():
         device = measured[0][0]["device"]
         groups = [group for group in measured if not is_of_formats(group[0]["case"])]
@@ -48,23 +53,20 @@ def write(results: Path, folder: Path) -> list[Path]:
         }
         for name, (draw, panels) in plots.items():
             if any(panels.values()):
-                written.append(folder / f"{machine}-{name}.png")
-                _save(draw, panels, device, written[-1])
+                save(_panels(draw, panels, device), f"{machine}-{name}")
         shares = {
             key: runs
             for key, runs in runs_of(groups, ablation=False).items()
             if runs.metric.scale == 100 and any(map(runs.differences, PRECISIONS))
         }
         if shares:
-            written.append(folder / f"{machine}-accuracy.png")
-            _draw_accuracy(shares, device, written[-1])
+            save(_accuracy(shares, device), f"{machine}-accuracy")
         if of_formats := resolved(points(measured)):
-            written.append(folder / f"{machine}-threshold.png")
-            _scatter(of_formats, device, written[-1])
+            save(_scatter(of_formats, device), f"{machine}-threshold")
     return written
 
 
-def _scatter(found: Sequence[Point], device: str, path: Path) -> None:
+def _scatter(found: Sequence[Point], device: str) -> Any:
     """Error_X against the drop of accuracy: what the rule says is right of it below and left of it above."""
     from matplotlib.figure import Figure
 
@@ -86,10 +88,10 @@ def _scatter(found: Sequence[Point], device: str, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     figure.colorbar(axes.collections[0], label="bits")
     figure.legend(loc="outside lower right", ncols=3, fontsize=7)
-    figure.savefig(path, dpi=110)
+    return figure
 
 
-def _draw_accuracy(found: Mapping[tuple[str, str], Runs], device: str, path: Path) -> None:
+def _accuracy(found: Mapping[tuple[str, str], Runs], device: str) -> Any:
     """Differences to fp32 with their intervals: a line a data set, a marker a model, a panel a width."""
     from matplotlib.figure import Figure
 
@@ -117,10 +119,10 @@ def _draw_accuracy(found: Mapping[tuple[str, str], Runs], device: str, path: Pat
     first.set_ylim(len(datasets) - 0.4, -0.6)
     figure.suptitle(f"{device}: test score, with intervals of 95 %", fontsize=9)
     figure.legend(loc="outside lower right", ncols=len(MODELS), fontsize=7)
-    figure.savefig(path, dpi=110)
+    return figure
 
 
-def _save(draw: Any, panels: Panels, device: str, path: Path) -> None:
+def _panels(draw: Any, panels: Panels, device: str) -> Any:
     """One panel below the other, each with a line a bar."""
     from matplotlib.figure import Figure
 
@@ -139,7 +141,7 @@ def _save(draw: Any, panels: Panels, device: str, path: Path) -> None:
     handles, labels = axes.get_legend_handles_labels()
     figure.suptitle(device, fontsize=9)
     figure.legend(handles, labels, loc="outside lower right", ncols=2, fontsize=7)
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def _factors(line: Line) -> dict[str, float]:

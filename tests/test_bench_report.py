@@ -5,6 +5,8 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -328,7 +330,11 @@ def test_plots_are_drawn(results: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_plots_show_the_factors(results: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn = {}
-    monkeypatch.setattr(plots, "_save", lambda draw, panels, device, path: drawn.update({path.stem: panels}))
+
+    def figure_of(draw: Any, panels: Any, device: str) -> SimpleNamespace:
+        return SimpleNamespace(savefig=lambda path, dpi: drawn.update({path.stem: panels}))
+
+    monkeypatch.setattr(plots, "_panels", figure_of)
     warm = [make_record("qgnn int8", 1.0, **{"pass": "warm"}), make_record("torch fp32", 4.0, **{"pass": "warm"})]
     records.append(results / STAMP.machine / "unit.jsonl", warm)  # without quantization: no bar
     plots.write(results, tmp_path)
