@@ -10,8 +10,8 @@ from .inputs import Setting
 
 # Every child takes seconds to import what it needs.
 QUICK: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gcn", "gat"), ("qgnn int8", "pyg coo fp32")),
-    "sage": ("qgnn pyg csr int2-rp8 rows1", "qgnn pyg csr int1-rp4 G192 redrawn", "pyg csr fp32"),
+    "gcn": ("qgnn int8", "pyg coo fp32"),
+    "sage": ("qgnn pyg csr int2-rp8 rows1", "pyg csr fp32"),
     "sage budget": ("qgnn pyg csr rp8 20 MB redrawn", "pyg csr fp32"),
 }
 PROBLEMS: process.Problems = {
