@@ -29,13 +29,14 @@ BY_FORMAT = (
 )
 BY_FORMAT_NOTE = (
     "Means over the data sets. Error_X: mean over operands of the first step (rows, weights, messages, gradients of "
-    "results), element by element and as a ratio of sums. Drop: test accuracy of PyG's fp32 less that of the format, "
-    "means over the same seeds."
+    "results), element by element and as a ratio of sums. Drop: test accuracy of the converted model with nothing "
+    "quantized less that of the format, means over the same seeds."
 )
 WIDTHS = range(8, 1, -1)
 BY_DATASET = ("data set", "format", *(f"{bits} bits" for bits in WIDTHS), "seeds")
 BY_DATASET_NOTE = (
-    "Test accuracy of PyG's fp32 less that of the format, in points, with the standard error over the seeds."
+    "Test accuracy of the converted model with nothing quantized less that of the format, in points, with the standard "
+    "error over the seeds."
 )
 RESOLVED = 0.5  # points: the median standard error of a data set's drops up to which they tell a point
 RULE = ("rule", "hits", "misses", "false alarms", "right rejections", "right %", "rank correlation with the drop")

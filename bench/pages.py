@@ -62,7 +62,8 @@ def train_region(results: list[dict[str, Any]]) -> str:
 def _origin(result: dict[str, Any]) -> str:
     """Command, effort, machine and commit of a result."""
     num_seeds, num_epochs = len({run["seed"] for run in result["runs"]}), result["recipe"]["epochs"]
-    effort = f"{num_seeds} seed{'s' if num_seeds > 1 else ''}, {num_epochs} epoch{'s' if num_epochs > 1 else ''}"
+    seeds = f"{num_seeds} seeds (± is their standard deviation)" if num_seeds > 1 else "1 seed"
+    effort = f"{seeds}, {num_epochs} epoch{'s' if num_epochs > 1 else ''}"
     return f"`{shown(result['command'])}`: {effort}; {result['machine']}; commit {commit_of(result)}"
 
 

@@ -227,21 +227,24 @@ def folded(title: str, *parts: str) -> str:
     return "\n\n".join((f"<details><summary>{title}</summary>", *parts, "</details>"))
 
 
+def is_shown(record: Record) -> bool:
+    """Whether its case is in the tables of :func:`region`: others have regions of their own."""
+    if record["suite"] == "memory":
+        return COMPRESSED not in record["case"] and not record["case"].endswith(FORMATS)
+    return record["suite"] not in (*APART, *OWN) and not is_of_formats(record["case"])
+
+
 def region(results: Path) -> str:
     """What the pages show between its markers."""
     parts = []
     for machine, groups in machines(results).items():
-        parts.append(f"**{machine}**: {provenance(groups)}")
-        speed = [line for line in lines(groups) if line.suite not in (*APART, *OWN) and not is_of_formats(line.case)]
+        groups = [group for group in groups if is_shown(group[0])]
+        if groups:
+            parts.append(f"**{machine}**: {provenance(groups)}")
+        speed = [line for line in lines(groups) if line.suite != "memory"]
         if whole := [_speed_row(line) for line in speed if line.suite in WHOLE]:
             parts.append(table(SPEED, whole))
-        memory_groups = [
-            group
-            for group in groups
-            if group[0]["suite"] == "memory"
-            and COMPRESSED not in group[0]["case"]
-            and not group[0]["case"].endswith(FORMATS)
-        ]
+        memory_groups = [group for group in groups if group[0]["suite"] == "memory"]
         if memory := [_memory_row(record) for group in memory_groups for record in group]:
             parts.append(table(MEMORY, memory))
         alone = [line for line in speed if line.suite not in WHOLE]

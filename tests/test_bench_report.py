@@ -105,6 +105,16 @@ def test_region_has_a_line_a_case(results: Path) -> None:
     assert text.index("train cora/gcn") < text.index("<details>") < text.index("unit a/b")
 
 
+def test_region_names_no_machine_and_no_commit_without_a_row(results: Path) -> None:
+    elsewhere = {"suite": "threshold", "case": "cora/gcn/int/8", "pass": "step", "commit": "fedcba9876543210"}
+    for machine in (STAMP.machine, "another-cpu"):
+        records.append(results / machine / "threshold.jsonl", [make_record("qgnn int8", 1.0, **elsewhere)])
+    text = summary.region(results)
+    assert "another-cpu" not in text
+    assert "fedcba" not in text
+    assert f"**{STAMP.machine}**" in text
+
+
 def test_region_does_not_hide_a_failure_of_ours(tmp_path: Path) -> None:
     group = [make_record("qgnn int8", 1.0, ok=False, median_ms=None), make_record("torch fp32", 6.0)]
     records.append(tmp_path / STAMP.machine / "unit.jsonl", group)
@@ -223,7 +233,7 @@ def test_train_region_is_what_the_command_printed(results: Path) -> None:
     text = found["train:photo"]
     assert cells(text, "fp32") == [["fp32 (PyG)", "81.00 ± 1.41", "30.0", "1.50", "100", "1.00x"]]
     assert cells(text, "int8") == [["int8 (qgnn)", "79.00", "12.0", "1.50", "100", "2.50x"]]
-    origin = "`qgnn train --dataset photo`: 2 seeds, 20 epochs; Some CPU, 2 threads; commit 0123456789ab"
+    origin = "`qgnn train --dataset photo`: 2 seeds (± is their standard deviation), 20 epochs; Some CPU, 2 threads; commit 0123456789ab"
     assert text.endswith(f"\n\n{origin}")
     assert found["train:cora"].endswith("commit 0123456789ab (modified)")
 
