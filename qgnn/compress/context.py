@@ -121,7 +121,7 @@ class compress_activations(ContextDecorator):  # noqa: N801, a context manager, 
             :class:`qgnn.compress.SavedTensor`, or several of these.
         redraw_dropout: Whether :func:`torch.nn.functional.dropout` draws its masks from a hash, and again in the
             backward pass, so that only a seed is kept. The masks are then others than torch's.
-        budget_mib: MiB to keep for the backward passes of a block: widths are chosen tensor by tensor, from 1 to 8
+        budget_mib: MiB to keep for the backward passes of a block: widths are chosen tensor by tensor, 1, 2, 4 or 8
             bits, losses included, so that the variance of the gradient is least. In the first block, and every
             ``reestimate_every`` blocks, each ``backward()`` of a tensor inside the block runs once more and once for
             each coded tensor, to measure what its rounding does to the gradients of all leaves; these blocks keep 8

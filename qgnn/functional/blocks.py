@@ -31,7 +31,7 @@ def compress(
     metadata_dtype: torch.dtype = torch.bfloat16,
     seed: int | Tensor | None = None,
 ) -> CompressedTensor:
-    r"""Codes of 1 to 8 bits for the values of a tensor, or of its random projection, in blocks of neighbors.
+    r"""Codes of 1, 2, 4 or 8 bits for the values of a tensor, or of its random projection, in blocks of neighbors.
 
     A value is rounded at random to one of the two edges around it, so that :func:`decompress` returns ``x`` in the mean
     over seeds. With a ``projection`` the columns are mixed first, :math:`P = (x S) R / \sqrt{R'}` with random signs
