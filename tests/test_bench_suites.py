@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.nn import SAGEConv
 
 import qgnn
 from house import ROOT
@@ -139,6 +142,20 @@ def test_models_that_sum_features_train_alike_on_a_matrix(model: str, monkeypatc
     doubled = by_edges.with_own_edges()
     doubled.data.edge_index = by_edges.data.edge_index.repeat(1, 2)
     assert accuracy.tasks.by_matrix(doubled, torch.float32) is doubled
+
+
+@pytest.mark.parametrize("aggr", ["mean", "sum"])
+def test_gradients_by_the_matrix_of_a_large_graph_are_those_of_edges(aggr: str) -> None:
+    """Of more than 46,340 nodes, whose places as a square are beyond int32."""
+    edge_index = torch.unique(torch.randint(50_000, (2, 60_000)), dim=1)
+    task = SimpleNamespace(data=Data(torch.randn(50_000, 4), edge_index))
+    conv, found = SAGEConv(4, 3, aggr=aggr), []
+    for edges in (edge_index, accuracy.tasks.by_matrix(task, torch.float32).data.edge_index):
+        x = task.data.x.clone().requires_grad_()
+        upstream = torch.linspace(-1, 1, 150_000).view(-1, 3)
+        found.append(torch.autograd.grad(conv(x, edges), [x, *conv.parameters()], upstream))
+    assert edges.layout == torch.sparse_csr
+    assert harness.relative_error(found[1], [t.double() for t in found[0]]) < 1e-5
 
 
 def test_the_accuracy_is_that_of_the_best_validation_epoch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,11 @@ def adjacency(edge_index: Tensor, value: Tensor, num_nodes: int) -> Tensor:
     return csr_int32(adjacency_coo(edge_index, value, num_nodes))
 
 
+def adjacency_int64(edge_index: Tensor, value: Tensor, num_nodes: int) -> Tensor:
+    """The same with indices as PyG makes them: for layers that gather rows by them, or whose mean torch differentiates."""
+    return adjacency_coo(edge_index, value, num_nodes).to_sparse_csr()
+
+
 def gcn_adjacency(edge_index: Tensor, num_nodes: int, dtype: torch.dtype) -> Tensor:
     """The same with self-loops and GCN's normalization."""
     edge_index, weight = gcn_norm(edge_index, None, num_nodes)

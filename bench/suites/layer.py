@@ -15,7 +15,7 @@ import qgnn
 from qgnn import QConfig
 
 from ..harness import Case, Provider, UnavailableError, Work
-from .inputs import OURS, Setting, adjacency, csr_int32, gcn_adjacency, graph, graph_name, randn, tf32
+from .inputs import OURS, Setting, adjacency, adjacency_int64, csr_int32, gcn_adjacency, graph, graph_name, randn, tf32
 from .pieces import Given, pieces
 from .step import (
     LARGE,
@@ -141,15 +141,12 @@ class Problem:
         return partial(self.layer, LAYERS[self.kind], **options)
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
-        """Rows = targets; a message an edge is gathered by int64 indices only."""
+        """Rows = targets."""
         if self.kind == "gcn":
             return gcn_adjacency(self.edge_index, self.num_nodes, dtype)
         edges = self.edges()
-        matrix = adjacency(edges, torch.ones(edges.shape[1], dtype=dtype, device=edges.device), self.num_nodes)
-        if self.kind not in ATTENTION:
-            return matrix
-        indices = matrix.crow_indices().long(), matrix.col_indices().long()
-        return torch.sparse_csr_tensor(*indices, matrix.values(), size=matrix.shape)
+        make = adjacency_int64 if self.kind in (*ATTENTION, "sage") else adjacency
+        return make(edges, torch.ones(edges.shape[1], dtype=dtype, device=edges.device), self.num_nodes)
 
     def edges(self) -> Tensor:
         """With the self-loops that the layer would have added."""

@@ -23,7 +23,7 @@ from qgnn.data.embedded import read_archive
 
 from ..clock import make_clock
 from ..harness import UnavailableError
-from .inputs import Setting, adjacency, graph, graph_name, randn
+from .inputs import Setting, adjacency_int64, graph, graph_name, randn
 
 PLANETOID = ("cora", "pubmed")
 DATASETS = ("cora", "pubmed", "photo", "dblp")
@@ -139,7 +139,7 @@ class Problem:
         edge_index = self.data.edge_index.clone()
         if precision == "int8" or self.kind not in SUMS_FEATURES:
             return edge_index
-        return adjacency(edge_index, torch.ones(edge_index.shape[1], device=edge_index.device), len(self.data.x))
+        return adjacency_int64(edge_index, torch.ones(edge_index.shape[1], device=edge_index.device), len(self.data.x))
 
     def adam(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adam(model.parameters(), lr=self.recipe.lr, weight_decay=WEIGHT_DECAY)

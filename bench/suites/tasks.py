@@ -18,7 +18,7 @@ from qgnn.cli.task import NodeTask, Task, make_task
 from qgnn.data.datasets import GRAPH_ENTRIES, key
 
 from . import pyg_models
-from .inputs import Setting, adjacency, graph, graph_name
+from .inputs import Setting, adjacency_int64, graph, graph_name
 
 QUICK_EPOCHS = 3
 FP32 = Scheme.from_parts(FULL_PRECISION[0])
@@ -60,7 +60,7 @@ def by_matrix(task: NodeTask, dtype: torch.dtype) -> NodeTask:
     it is with parallel edges, over which a matrix has no mean."""
     edge_index = task.data.edge_index
     ones = torch.ones(edge_index.shape[1], dtype=dtype, device=edge_index.device)
-    matrix = adjacency(edge_index, ones, len(task.data.x))
+    matrix = adjacency_int64(edge_index, ones, len(task.data.x))
     if matrix.values().shape != ones.shape:
         return task
     found = copy.copy(task)
