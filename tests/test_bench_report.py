@@ -233,7 +233,8 @@ def test_train_region_is_what_the_command_printed(results: Path) -> None:
     text = found["train:photo"]
     assert cells(text, "fp32") == [["fp32 (PyG)", "81.00 ± 1.41", "30.0", "1.50", "100", "1.00x"]]
     assert cells(text, "int8") == [["int8 (qgnn)", "79.00", "12.0", "1.50", "100", "2.50x"]]
-    origin = "`qgnn train --dataset photo`: 2 seeds (± is their standard deviation), 20 epochs; Some CPU, 2 threads; commit 0123456789ab"
+    effort = "2 seeds (± is their standard deviation), 20 epochs"
+    origin = f"`qgnn train --dataset photo`: {effort}; Some CPU, 2 threads; commit 0123456789ab"
     assert text.endswith(f"\n\n{origin}")
     assert found["train:cora"].endswith("commit 0123456789ab (modified)")
 
