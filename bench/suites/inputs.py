@@ -102,8 +102,8 @@ def adjacency(edge_index: Tensor, value: Tensor, num_nodes: int) -> Tensor:
 
 
 def adjacency_int64(edge_index: Tensor, value: Tensor, num_nodes: int) -> Tensor:
-    """The same with indices as PyG makes them, for layers that gather rows by them, and for means, by whose int32 indices
-    torch's gradient is wrong (see :func:`csr_int32`)."""
+    """The same with indices as PyG makes them: for layers that gather rows by them, and for means, whose gradient by
+    int32 indices torch gets wrong (see :func:`csr_int32`)."""
     return adjacency_coo(edge_index, value, num_nodes).to_sparse_csr()
 
 
