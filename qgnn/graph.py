@@ -53,7 +53,7 @@ class Graph:
                 with lasting():
                     weight = weight.clone()
         self.weight = weight
-        self._weight_t: Tensor | None = None
+        self._weight_t: tuple[Tensor, int, Tensor] | None = None  # of which weights, in which version
         self._shared: dict[str, Any] = {} if shared is None else shared
 
     @staticmethod
@@ -130,15 +130,17 @@ class Graph:
     @property
     def weight_t(self) -> Tensor | None:
         """Edge weights in the order of :attr:`csc`."""
-        weight = self.weight
-        if weight is None or self._weight_t is not None:
-            return self._weight_t
+        weight, known = self.weight, self._weight_t
+        if weight is None:
+            return None
+        if known is not None and known[0] is weight and known[1] == weight._version:
+            return known[2]
         with lasting():
             weight_t = cached(
                 (weight, self.csr.index), "weight_t", lambda: weight.detach().index_select(0, self.csc.order)
             )
         if not is_recorded(weight):
-            self._weight_t = weight_t
+            self._weight_t = weight, weight._version, weight_t
         return weight_t
 
     @property

@@ -7,13 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch_geometric import EdgeIndex
+from torch_geometric.nn import MessagePassing
 
 from dense import adjacency, adjacency_of
 from graphs import GRAPHS
 from qgnn import Graph, weak_cache
 from qgnn import graph as graph_module
+from qgnn.functional import spmm
 from qgnn.graph import as_graph
-from qgnn.nn import QSGConv, sg_conv
+from qgnn.nn import QChebConv, QGCNConv, QGraphConv, QRGCNConv, QSGConv, sg_conv
 from qgnn.weak_cache import _entries, cached
 
 
@@ -281,3 +283,38 @@ def test_a_sparse_matrix_stays_as_it_was() -> None:
     assert torch.equal(adjacency_of(graph, graph.weight), torch.tensor([[0.0, 3, 0], [0, 0, 3], [0, 0, 0]]).double())
     assert not matrix.is_coalesced()
     assert matrix._version == 0
+
+
+def test_gradients_follow_weights_that_are_written_or_assigned() -> None:
+    graph = Graph.from_edge_index(fresh_edges(), 50, torch.rand(200))
+    x = torch.randn(50, 3, requires_grad=True)
+
+    def check() -> None:
+        (grad,) = torch.autograd.grad(spmm(graph, x).sum(), x)
+        dense = torch.zeros(50, 50).index_put_((graph.target, graph.csr.index.long()), graph.weight, accumulate=True)
+        torch.testing.assert_close(grad, dense.sum(0)[:, None].expand(-1, 3))
+
+    check()
+    graph.weight.mul_(10)
+    check()
+    graph.weight = graph.weight * 2
+    check()
+
+
+@pytest.mark.parametrize("conv", [QGCNConv(3, 3), QChebConv(3, 3, 2), QGraphConv(3, 3)], ids=repr)
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+def test_a_graph_of_other_nodes_is_refused_whatever_is_remembered(conv: MessagePassing, flow: str) -> None:
+    """An updated graph shares its edges with the one before."""
+    conv.flow = flow
+    graph, x = Graph.from_edge_index(fresh_edges(), 50), torch.randn(50, 3)
+    conv(x, graph)
+    with pytest.raises(ValueError, match="60 source"):
+        conv(x, graph.update(num_nodes=60))
+
+
+def test_relations_of_other_nodes_are_refused_whatever_is_remembered() -> None:
+    graph, x, types = Graph.from_edge_index(fresh_edges(), 50), torch.randn(50, 3), torch.randint(2, (200,))
+    conv = QRGCNConv(3, 3, 2)
+    conv(x, graph, types)
+    with pytest.raises(ValueError, match=r"'graph' has 60 source and 60 target nodes"):
+        conv(x, graph.update(num_nodes=60), types)

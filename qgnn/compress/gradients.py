@@ -198,7 +198,7 @@ class GradientAccumulator:
             if isinstance(kept, CompressedTensor):
                 sums[name] = {"packed": kept.packed, "low": kept.low, "step": kept.step, "shape": list(kept.shape)}
             else:
-                sums[name] = {"sum": kept}
+                sums[name] = {"sum": kept.clone()}  # which the next gradient is added to in place
         return {"blocks": asdict(self.blocks), "sums": sums}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -194,7 +194,7 @@ def fuse_(root: nn.Module) -> None:
             modules = [module_at(model, (name,)) for name in names]
             if not _can_move(modules[0]):
                 continue
-            if any(type(module) is not nn.Dropout or _is_watched(module) for module in modules[1:]):
+            if any(type(m) is not nn.Dropout or _is_watched(m) or uses[id(m)] > 1 for m in modules[1:]):
                 names, modules = names[:1], modules[:1]
             fused = Fused(places, names)
             model._modules.update((name, _moved(module, fused)) for name, module in zip(names, modules, strict=True))

@@ -23,10 +23,11 @@ class QuantizedFeatureStore(FeatureStore):
 
     What is put in under one of the names ``quantized`` becomes codes, to nearest; all else, such as labels, stays as it
     is, as do codes of rows in any format (:class:`qgnn.QTensor`). Loaders give batches whose ``x`` is a
-    :class:`qgnn.QTensor`, which every layer of :mod:`qgnn.nn` takes as it is: it goes into the first product without
-    being decoded. PyG's own layers, and transforms that compute with features, take ``batch.x.dequantize()``. Features
-    that are larger than memory come from :func:`qgnn.data.write_features`. With any store PyG gives batches no
-    attributes of edges: ``data.edge_weight[batch.e_id]`` has their weights.
+    :class:`qgnn.QTensor`, which every layer of :mod:`qgnn.nn` takes as it is (those of other formats, layers whose
+    config has a ``fmt``): it goes into the first product without being decoded. PyG's own layers, and transforms that
+    compute with features, take ``batch.x.dequantize()``. Features that are larger than memory come from
+    :func:`qgnn.data.write_features`. With any store PyG gives batches no attributes of edges:
+    ``data.edge_weight[batch.e_id]`` has their weights.
 
     Args:
         quantized: Names of attributes to quantize.
@@ -99,11 +100,15 @@ class QuantizedFeatureStore(FeatureStore):
                 f"'QuantizedFeatureStore' puts rows into tensors of their kind in memory (got {entry!r} for {held!r}); "
                 f"put all of it in anew"
             )
+        index = _index_of(attr.index, held.shape[0])
+        num_rows = len(range(*index.indices(held.shape[0]))) if isinstance(index, slice) else len(index)
+        expected, given = [num_rows, *held.shape[1:]], list(entry.shape)
+        if given != expected:
+            raise ValueError(f"'QuantizedFeatureStore' expects rows of shape {expected} (got {given})")
         if key not in self._owned:  # what was put in may still be the caller's
             held = held.clone() if isinstance(held, Tensor) else held.with_tensors(*(t.clone() for t in _tensors(held)))
             self._entries[key] = held
             self._owned.add(key)
-        index = _index_of(attr.index, held.shape[0])
         for into, rows in zip(_tensors(held), _tensors(entry), strict=True):
             _numbers(into)[index] = _numbers(rows)
         return True

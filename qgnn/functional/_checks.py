@@ -12,16 +12,14 @@ from qgnn import ops
 from qgnn.activation import dropout_threshold
 from qgnn.config import QConfig
 from qgnn.graph import Graph, as_graph
+from qgnn.ops._operator import refuse_transforms
 from qgnn.qtensor import QTensor
 from qgnn.rng import make_rounding_seed, make_seed
 
 
 def draw_seed(config: QConfig, seed: int | Tensor | None, x: Tensor) -> Tensor | None:
     """The seed of a call, or ``None`` to round to nearest."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
-        raise NotImplementedError(
-            "'torch.func' does not transform integer operands; use 'torch.autograd.grad', or config=None"
-        )
+    refuse_transforms()
     return make_rounding_seed(seed, x.device) if config.stochastic else None
 
 
@@ -102,10 +100,16 @@ def codes_or_rows(owner: str, x: Tensor | QTensor) -> tuple[Tensor, Tensor | Non
     if isinstance(x, Tensor):
         return x, None, None
     if x.zero is not None or x.code_dtype != torch.int8:
-        raise ValueError(f"'{owner}' expects symmetric int8 codes (got {x!r}); quantize with 'qgnn.QConfig()'")
+        raise ValueError(
+            f"'{owner}' expects symmetric int8 codes (got {x!r}); quantize with 'qgnn.QConfig()', or give the layer a "
+            f"config with 'fmt' or 'x.dequantize()'"
+        )
     per_row, per_tensor = (*x.shape[:-1], 1), (1,) * len(x.shape)
     if x.block_size is not None or tuple(x.scale.shape) not in (per_row, per_tensor):
-        raise ValueError(f"'{owner}' expects one scale a row or one a tensor (got scales {list(x.scale.shape)})")
+        raise ValueError(
+            f"'{owner}' expects one scale a row or one a tensor (got scales {list(x.scale.shape)}); give the layer a "
+            f"config with 'fmt' or 'x.dequantize()'"
+        )
     return x.codes, x.scale.reshape(-1), x.origin
 
 

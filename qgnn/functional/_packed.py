@@ -28,6 +28,10 @@ def kept_rows(config: QConfig, x: Tensor | QTensor, weight: Tensor, seed: int | 
     """The packed rows that a product keeps for the gradient of ``weight``, as operators take them. Codes of a constant
     stay as they are: they live anyway."""
     rows, packed = (x.origin, x.packed) if isinstance(x, QTensor) else (x, None)
-    if rows is None or not isinstance(config.save, Blocks) or not (weight.requires_grad and torch.is_grad_enabled()):
+    if rows is None or not isinstance(config.save, Blocks):
+        return ops.Packed()
+    if packed is None:  # drawn without gradients, too: a reentrant checkpoint repeats what was drawn in such a pass
+        seed = make_rounding_seed(seed, weight.device)
+    if not (weight.requires_grad and torch.is_grad_enabled()):
         return ops.Packed()
     return packed_rows(rows, config.save, seed) if packed is None else packed

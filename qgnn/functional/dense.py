@@ -23,6 +23,7 @@ from qgnn.functional._checks import (
 from qgnn.functional._mixed import encode_rows, mixed_linear, plan_of
 from qgnn.functional._packed import kept_rows, packed_rows
 from qgnn.qtensor import QTensor
+from qgnn.rng import make_rounding_seed
 
 
 def quantize(
@@ -79,7 +80,11 @@ def quantize(
     codes, scale = ops.quantize(rows, rounding, config.bits, config.granularity, config.block_size)
     per_block = config.granularity == "block"
     leading = (1,) * (x.dim() - 1) if config.granularity == "tensor" else x.shape[:-1]
-    blocks = config.save if passes_on and isinstance(config.save, Blocks) else None
+    packed = None
+    if straight_through and isinstance(config.save, Blocks):
+        # Drawn without gradients, too: a reentrant checkpoint repeats what was drawn in such a pass.
+        packing = make_rounding_seed(seed if rounding is None else rounding, x.device)
+        packed = packed_rows(rows, config.save, packing) if passes_on else None
     return QTensor(
         codes.view(x.shape),
         scale.view(*leading, scale.shape[-1] if per_block else 1),
@@ -87,7 +92,7 @@ def quantize(
         dtype=x.dtype,
         name=f"int{config.bits}",
         origin=x if passes_on else None,
-        packed=None if blocks is None else packed_rows(rows, blocks, seed if rounding is None else rounding),
+        packed=packed,
     )
 
 

@@ -16,9 +16,10 @@ from torch_geometric.nn.dense.linear import Linear
 
 from qgnn import functional
 from qgnn.config import QConfig
-from qgnn.graph import Graph, as_graph, identity, to_edges
+from qgnn.graph import Graph, as_graph, check_num_nodes, identity, to_edges
 from qgnn.nn.epilogue import Epilogue
 from qgnn.qtensor import QTensor
+from qgnn.rng import make_rounding_seed
 from qgnn.weak_cache import cached, is_recorded
 
 _MESSAGE_HOOKS = [
@@ -74,6 +75,8 @@ def operand(x: Tensor | QTensor, config: QConfig | None, *, shared: bool = False
         return x
     if not config.is_integer:
         return _mixed_operand(x, config)
+    # Drawn in any case: a reentrant checkpoint repeats what was drawn in a pass without gradients.
+    seed = make_rounding_seed(None, x.device) if shared and config.stochastic else None
     constant = not x.requires_grad and (torch.is_grad_enabled() or not config.stochastic)
     if constant and config.keeps_codes:
         nearest = active_config(False, config)
@@ -81,7 +84,7 @@ def operand(x: Tensor | QTensor, config: QConfig | None, *, shared: bool = False
             return functional.quantize(x, nearest)
         return cached((x,), ("codes", config.bits, config.granularity), lambda: functional.quantize(x, nearest))
     if shared and (config.keeps_codes or not torch.is_grad_enabled()):
-        return functional.quantize(x, config, straight_through=True)
+        return functional.quantize(x, config, seed=seed, straight_through=True)
     return x
 
 
@@ -142,6 +145,8 @@ def graph_for(conv: MessagePassing, edges: Any, num_sources: int, num_targets: i
         num_nodes = (num_sources, num_targets)
     if conv.flow == "source_to_target":
         return as_graph(edges, num_nodes)
+    if isinstance(edges, Graph):
+        check_num_nodes(edges, num_sources, num_sources if num_targets is None else num_targets)
 
     def reverse() -> Graph:
         if isinstance(edges, Graph):  # values of edges come in the order in which its edges were given

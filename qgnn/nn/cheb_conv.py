@@ -12,7 +12,7 @@ from torch_geometric.nn.conv import ChebConv
 from qgnn import functional
 from qgnn.config import QConfig
 from qgnn.edge_checks import check_edge_index, check_edge_weight
-from qgnn.graph import Graph, identity, to_edges, weight_of
+from qgnn.graph import Graph, check_num_nodes, identity, to_edges, weight_of
 from qgnn.nn._common import aggregate, float_rows, initialize_lazy, operand
 from qgnn.nn._propagation import SUM, PropagationConv
 from qgnn.nn.epilogue import Epilogue
@@ -146,6 +146,8 @@ class QChebConv(PropagationConv, ChebConv):
             entries = self._scaled(graph, weight, batch, lambda_max)
             return graph.with_weight(graph.to_csr_order(entries))
 
+        if isinstance(adjacency, Graph):
+            check_num_nodes(adjacency, num_nodes, num_nodes)
         optional = (edge_weight, batch, lambda_max)
         tensors = (*identity(adjacency, weights=True), *(t for t in optional if isinstance(t, Tensor)))
         given = tuple(isinstance(t, Tensor) or t for t in optional)

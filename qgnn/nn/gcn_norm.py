@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qgnn.edge_checks import check_edge_index, check_edge_weight
-from qgnn.graph import Graph, as_graph, check_num_nodes, identity, kind_of, to_edges, weight_of
+from qgnn.graph import Graph, check_num_nodes, identity, kind_of, to_edges, weight_of
 from qgnn.halo_graph import HaloGraph
 from qgnn.weak_cache import cached
 
@@ -82,8 +82,10 @@ def normalized_graph(
         return adjacency.remembered(("gcn", *options), lambda: _normalized_parts(adjacency, *options))
     key = (num_nodes, add_self_loops, flow)
     as_given = edge_weight is None and not normalize and not add_self_loops and flow == "source_to_target"
-    if isinstance(adjacency, Graph) and as_given:
-        return as_graph(adjacency, num_nodes)
+    if isinstance(adjacency, Graph):
+        check_num_nodes(adjacency, num_nodes, num_nodes)
+        if as_given:
+            return adjacency
 
     def structure() -> GCNStructure:
         # A mean counts edges, so there the replaced self-loops really have to go.
@@ -143,8 +145,6 @@ class GCNStructure:
         flow: str = "source_to_target",
         fixed_shape: bool = False,
     ) -> None:
-        if isinstance(adjacency, Graph):
-            check_num_nodes(adjacency, num_nodes, num_nodes)
         edge_index, _ = to_edges(adjacency)
         check_edge_index(edge_index, num_nodes, num_nodes)
         if flow == "target_to_source":

@@ -12,7 +12,7 @@ from torch_geometric.nn.conv import RGCNConv
 from qgnn import functional
 from qgnn.config import QConfig
 from qgnn.edge_checks import check_edge_index
-from qgnn.graph import Graph, identity, kind_of, to_edges
+from qgnn.graph import Graph, check_num_nodes, identity, kind_of, to_edges
 from qgnn.nn._common import check_flow, float_rows, operand
 from qgnn.nn._propagation import SUM_OR_MEAN, PropagationConv
 from qgnn.nn.epilogue import Epilogue
@@ -181,6 +181,8 @@ class QRGCNConv(PropagationConv, RGCNConv):
             target = edge_index[1].long() * R + types.long()
             return Graph.from_edge_index(torch.stack([edge_index[0].long(), target]), (num_sources, num_targets * R))
 
+        if isinstance(adjacency, Graph):
+            check_num_nodes(adjacency, num_sources, num_targets)
         tensors = (*identity(adjacency, weights=True), *(() if edge_type is None else (edge_type,)))
         return cached(tensors, ("relations", R, num_sources, num_targets, self.flow), build)
 

@@ -74,6 +74,7 @@ def define(
     @torch.compiler.disable
     def with_derivative(*args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            refuse_transforms()
             return _functions[op].apply(*args)
         return _below_autograd(op, args)
 
@@ -87,6 +88,14 @@ def define(
     refuse = no_second_derivative if name.endswith("_backward") else _no_derivative
     register_autograd(op, partial(refuse, name.removesuffix("_backward")))
     return op
+
+
+def refuse_transforms() -> None:
+    """Raise within a transform of ``torch.func``."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError(
+            "'torch.func' does not transform operators of qgnn; use 'torch.autograd.grad', or PyG's layers"
+        )
 
 
 def _form(argument: Any) -> Hashable:

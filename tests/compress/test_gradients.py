@@ -1,5 +1,6 @@
 """``compress.GradientAccumulator``: exact sums, coded sums, the mean over seeds, what may happen to a model."""
 
+import copy
 import io
 from collections.abc import Callable
 from dataclasses import replace
@@ -368,3 +369,18 @@ def test_a_state_of_another_format_or_model_is_refused() -> None:
         changed = GradientAccumulator({name: torch.nn.Parameter(torch.ones(3))}.items(), BLOCKS)
         with pytest.raises(ValueError, match=rf"a sum of '{name}' of shape \[3\] \(got \[.*\]\); load the state into"):
             changed.load_state_dict(state)
+
+
+def test_a_state_is_that_of_when_it_was_taken() -> None:
+    net = Net()
+    accumulator = accumulator_of(net)
+    states = []
+    for x in micro_batches(number=2):
+        net(x).sum().backward()
+        accumulator.accumulate()
+        state = accumulator.state_dict()["sums"]
+        states.append((state, copy.deepcopy(state)))
+    for state, then in states:
+        assert torch.equal(state["bias"]["sum"], then["bias"]["sum"])
+        assert torch.equal(state["weight"]["packed"], then["weight"]["packed"])
+    assert not torch.equal(states[0][0]["bias"]["sum"], states[1][0]["bias"]["sum"])

@@ -203,6 +203,16 @@ def test_modules_that_somebody_watches_are_not_moved(where: str) -> None:
     assert fused(model)["convs.0"] == "relu, dropout 0.5"
 
 
+def test_dropout_that_a_model_uses_elsewhere_is_not_moved() -> None:
+    """Its probability may be changed there."""
+    dropout = nn.Dropout(0.9)
+    model = nn.ModuleDict({"run": nn.Sequential(nn.Linear(8, 8), nn.ReLU(), dropout), "other": dropout})
+    quantize_(model, INT8, keep_last=False)
+    assert model["run"][2] is model["other"] is dropout
+    epilogue = model["run"][0].epilogue
+    assert (epilogue.activation, epilogue.dropout) == ("relu", 0)
+
+
 def test_watched_identity_in_between_keeps_the_activation_where_it_is() -> None:
     model, mlp = gcn(), pyg.MLP([K, K, K], norm=None)
     for norm in (model.norms[0], mlp.norms[0]):

@@ -150,6 +150,18 @@ def test_rows_are_not_put_into_what_the_caller_has() -> None:
     assert store[None, "y", torch.tensor([2, 3, 4])].tolist() == [2, -7, -8]
 
 
+@pytest.mark.parametrize("quantized", [(), ("x",)], ids=["fp32", "int8"])
+@pytest.mark.parametrize("index", [torch.tensor([0, 1, 2]), slice(0, 3)], ids=["tensor", "slice"])
+@pytest.mark.parametrize("shape", [(3, 1), (1, 8), (4, 8), (3, 9)])
+def test_rows_of_another_shape_are_not_put(quantized: tuple[str, ...], index: Any, shape: tuple[int, ...]) -> None:
+    store = QuantizedFeatureStore(quantized)
+    store.put_tensor(torch.randn(5, 8), group_name=None, attr_name="x", index=None)
+    held = store.get_tensor(group_name=None, attr_name="x", index=None)
+    with pytest.raises(ValueError, match=rf"expects rows of shape \[3, 8\] \(got \[{shape[0]}, {shape[1]}\]\)"):
+        store.put_tensor(torch.randn(shape), group_name=None, attr_name="x", index=index)
+    assert store.get_tensor(group_name=None, attr_name="x", index=None) is held
+
+
 def test_rows_are_put_into_their_kind_alone(tmp_path: Path) -> None:
     index = torch.tensor([7, 2])
     store = in_files(tmp_path)

@@ -86,6 +86,13 @@ def test_transforms_of_functions_name_what_to_use() -> None:
 
 
 @pytest.mark.parametrize("config", [None, QConfig()], ids=["fp32", "int8"])
+def test_transforms_of_sums_over_neighbors_name_what_to_use(config: QConfig | None) -> None:
+    layer, x = qnn.QSAGEConv(K, M, config=config), torch.randn(N, K)
+    with pytest.raises(NotImplementedError, match=r"'torch.func' does not transform .* or PyG's layers"):
+        torch.func.grad(lambda x: layer(x, EDGES).sum())(x)
+
+
+@pytest.mark.parametrize("config", [None, QConfig()], ids=["fp32", "int8"])
 @pytest.mark.parametrize("aggr", ["max", "min"])
 def test_the_gradient_of_equal_terms_goes_to_the_first(aggr: str, config: QConfig | None) -> None:
     edge_index = torch.tensor([[0, 1, 2], [3, 3, 3]])

@@ -1,6 +1,7 @@
 """Every layer with formats by component: honoured one by one, and exact where none is named."""
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -146,6 +147,11 @@ def test_evaluation_has_the_formats_of_training(make: Any, compiled: bool) -> No
         assert relative_error(model(), before) > 0.01
         twin = copy.deepcopy(second)
         torch.testing.assert_close(twin(first(x, *args), *args), trained.detach())
+        (loaded, _), file = make(exact_features), io.BytesIO()
+        torch.save(second.state_dict(), file)
+        file.seek(0)
+        loaded.eval().load_state_dict(torch.load(file, weights_only=True))
+        torch.testing.assert_close(loaded(first(x, *args), *args), trained.detach())
     torch.compiler.reset()
 
 

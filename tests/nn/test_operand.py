@@ -135,5 +135,5 @@ def test_a_traced_layer_has_no_codes_of_its_example() -> None:
 
 def test_transforms_of_torch_func_are_refused_by_name() -> None:
     layer, x = QLinear(K, M, config=NEAREST), torch.randn(3, N, K)
-    with pytest.raises(NotImplementedError, match=r"'torch.func' does not transform integer operands"):
+    with pytest.raises(NotImplementedError, match=r"'torch.func' does not transform operators of qgnn"):
         torch.func.vmap(layer)(x)
