@@ -133,13 +133,14 @@ class Graph:
         weight, known = self.weight, self._weight_t
         if weight is None:
             return None
-        if known is not None and known[0] is weight and known[1] == weight._version:
+        has_version = not torch.compiler.is_compiling() and not weight.is_inference()
+        if has_version and known is not None and known[0] is weight and known[1] == weight._version:
             return known[2]
         with lasting():
             weight_t = cached(
                 (weight, self.csr.index), "weight_t", lambda: weight.detach().index_select(0, self.csc.order)
             )
-        if not is_recorded(weight):
+        if has_version and not is_recorded(weight):
             self._weight_t = weight, weight._version, weight_t
         return weight_t
 
