@@ -22,7 +22,7 @@ ABLATION = ("data set", "rounding", "scale a", "last layer", "int8", "int4", "se
 NOTE = (
     "Test score at the best validation epoch: of PyG's models in fp32, mean and standard deviation over the seeds; of "
     "the others the difference, with a confidence interval of 95 %. A seed gives all the same weights. Runs whose "
-    "untrained model failed its check are left out."
+    "untrained model failed its check, and those that diverged, are left out."
 )
 
 
@@ -39,13 +39,16 @@ class Runs:
         self.by_provider: dict[str, dict[str, float]] = {}
 
     def add(self, record: Record) -> None:
+        """Take a record; one without a score says nothing."""
         found = record.get("metrics", {})
         self.metric = next((METRICS[name] for name in found if name in METRICS), ACCURACY_METRIC)
-        score = self.metric.scale * (record["test_acc"] if self.metric.scale == 100 else found[self.metric.name])
+        score = record.get("test_acc") if self.metric.scale == 100 else found[self.metric.name]
+        if score is None:
+            return
         name = record["provider"]
         full = name.startswith("pyg") and name.endswith("fp32")  # whatever form its edges have
         seed = f"{record['case'].rsplit('/', 1)[1]} {record['commit']}"
-        self.by_provider.setdefault(FULL if full else name, {})[seed] = score
+        self.by_provider.setdefault(FULL if full else name, {})[seed] = self.metric.scale * score
 
     def pairs(self, provider: str) -> list[tuple[float, float]]:
         """Scores in fp32 and of a provider, of the seeds that both have at one commit."""

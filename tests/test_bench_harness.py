@@ -144,6 +144,24 @@ def test_what_a_process_of_its_own_measured_passes_the_same_gate() -> None:
     assert failed["median_ms"] is failed["peak_mib"] is failed["saved_mib"] is None
 
 
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["test_acc", "rmse", "roc_auc"])
+def test_a_score_that_is_not_finite_is_a_failure(name: str, score: float, capsys: pytest.CaptureFixture) -> None:
+    """What else is measured may be: a loss of a training that found its best epoch before is no score."""
+    right = torch.ones(4)
+
+    def trained(score: float, final_loss: float) -> object:
+        found = {"test_acc": score} if name == "test_acc" else {"metrics": {name: score, "final_loss": final_loss}}
+        return lambda: harness.Measured([right], [1.0], None, None, **found)
+
+    diverged = harness.Provider("diverged", trained(score, 1.0), 0.0)
+    late = harness.Provider("late", trained(0.5, float("nan")), 0.0)
+    found = measure(diverged, late, reference=right)
+    assert [found[name]["ok"] for name in ("diverged", "late")] == [False, True]
+    assert found["diverged"]["median_ms"] is None
+    assert "a/b forward: diverged: its score is not finite: training diverged" in capsys.readouterr().err
+
+
 def sample(works: list, effort: object, seconds: float | list[float] = 0.0) -> list[list[float]]:
     """Times of works whose gate took so long."""
     taken = [seconds] * len(works) if isinstance(seconds, float) else seconds

@@ -45,6 +45,19 @@ def test_accuracy_is_compared_seed_by_seed(tmp_path: Path) -> None:
     assert rows(text, "cora", "gin", "-2.00")
 
 
+def test_a_record_without_a_score_says_nothing(tmp_path: Path) -> None:
+    """As a training that diverged left it before that was a failure."""
+    for provider, rmse in (("pyg fp32", 0.8), ("qgnn int8", None), ("qgnn int4", 0.9)):
+        write(tmp_path, "accuracy", "esol/gcn/seed0", provider, metrics={"rmse": rmse, "best_epoch": 1.0})
+        write(tmp_path, "accuracy", "tolokers/gcn/seed0", provider, test_acc=rmse, metrics={"roc_auc": rmse})
+    found = dict(pages.regions(tmp_path))
+    assert rows(found["accuracy"], "gcn") == [
+        ["esol", "gcn", "RMSE", "0.800", "", "", "", "+0.100", "1"],
+        ["tolokers", "gcn", "ROC-AUC %", "80.00", "", "", "", "+10.00", "1"],
+    ]
+    assert [row[0] for row in rows(found["accuracy:worst"], "gcn")] == ["qgnn int4"]
+
+
 def test_older_records_count_where_there_are_no_others(tmp_path: Path) -> None:
     for model in ("gcn", "gin"):
         write(tmp_path, "accuracy", f"cora/{model}/fp32/seed0", "pyg coo fp32", test_acc=0.5)
