@@ -24,7 +24,7 @@ class Journal:
     """A journal, open and locked until it is closed.
 
     The first line, and one more each time the sweep goes on, is of kind ``start``: under what the runs below it were
-    made. Every other line is a run's.
+    made. Every other line is a run's; it says ``dirty`` where the code has changed since the start.
 
     Args:
         path: The file, made if it does not exist; its folder has to exist.
@@ -68,7 +68,8 @@ class Journal:
         if line["kind"] == START:
             self.starts.append(line)
         else:
-            self.runs[line["key"]] = line | {"commit": self.starts[-1]["commit"], "dirty": self.starts[-1]["dirty"]}
+            start = self.starts[-1]
+            self.runs[line["key"]] = {"dirty": start.get("dirty")} | line | {"commit": start["commit"]}
 
     def append(self, kind: str, **fields: Any) -> None:
         """Write a line; it is on the disk when this returns.
