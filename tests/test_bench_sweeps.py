@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,3 +72,24 @@ def test_machines_and_what_is_compared_across_them_are_named(results: Path) -> N
         "; A CPU, B CPU; commit 0123456789ab, commit 0123456789ab (modified); 1 of the 5 differences are between runs "
         "of two commits; 3 of the 5 differences are between runs of two machines"
     )
+
+
+def test_a_page_that_cannot_be_written_stays(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real = tmp_path / "page.md", Path.open
+    text = "\nold\n".join(pages.markers("sweep:two"))
+    path.write_text(text)
+
+    def full(self: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        file = real(self, mode, *args, **options)
+        if "w" in mode:
+            file.close()  # emptied as it was opened
+            raise OSError(28, "No space left on device")
+        return file
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            pages.rewrite(path, results)
+    assert path.read_text() == text
+    pages.rewrite(path, results)
+    assert "GCN on cora" in path.read_text()
