@@ -29,10 +29,15 @@ def until(records: Sequence[Record], stamp: "Stamp", end: "Stamp") -> list[Recor
     return [{**record, "dirty": stamp.until(end).dirty} for record in records]
 
 
+def is_of_a_commit(stamp: "Stamp") -> bool:
+    """Whether the code is that of a commit, so that what has been measured need not be again."""
+    return stamp.commit is not None and stamp.dirty is False
+
+
 def finished(results: Path, suite: str, stamp: "Stamp") -> set[tuple[str, str]]:
     """Cases and passes of a suite that this machine, commit and these versions have measured, each provider's last time
-    with success; none where the code differs from the commit."""
-    if stamp.commit is None or stamp.dirty:
+    with success; none where the code is not that of a commit."""
+    if not is_of_a_commit(stamp):
         return set()
     origin = (stamp.machine, suite, stamp.commit, False, stamp.versions)
     ok = {
