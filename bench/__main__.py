@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from . import pages, plots, report
-from .records import RESULTS, Record, append, finished, until
+from .records import RESULTS, Record, append, finished, is_of_a_commit, until
 from .suites import SUITES, cases
 
 ALONE = ("report", "sass", "roofline")  # commands that measure nothing
@@ -92,6 +92,9 @@ def measure(options: argparse.Namespace) -> int:
     stamp, clock = make_stamp(device), make_clock(device)
     effort = harness.QUICK if options.quick else harness.Effort()
     results = options.results or (None if options.quick else RESULTS)
+    if options.resume and (results is None or not is_of_a_commit(stamp)):
+        reason = "--quick without --results keeps no records" if results is None else "the code is not that of a commit"
+        print(f"--resume: {reason}, so that every case is measured", file=sys.stderr, flush=True)
     records: list[Record] = []
     broken = []
     for suite in options.suites:

@@ -6,6 +6,7 @@ Whatever fails, from the set-up to the last call, costs its provider the numbers
 """
 
 import gc
+import math
 import sys
 import time
 import traceback
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from qgnn.cli.measure import SavedBytes, storages_of
+from qgnn.cli.metric import METRICS
 from qgnn.cli.provenance import Stamp, now
 from qgnn.memory import MIB
 
@@ -138,6 +140,12 @@ class Entry:
     def fail(self) -> None:
         self.work, self.ok, self.times_ms = None, False, []
         self.peak_mib = self.saved_mib = self.test_acc = self.metrics = None
+
+    def has_diverged(self) -> bool:
+        """Whether it trained a model whose score is not finite."""
+        metrics = self.metrics or {}
+        scores = (self.test_acc, *(metrics.get(name) for name in METRICS))
+        return not all(score is None or math.isfinite(score) for score in scores)
 
 
 def relative_error(results: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
@@ -301,7 +309,8 @@ def _count(entry: Entry, device: torch.device) -> None:
 def measure(
     suite: str, case: Case, *, stamp: Stamp, clock: Clock, effort: Effort, device: torch.device
 ) -> list[Record]:
-    """Gate and time the providers of a case. What fails its gate is recorded with ``ok`` false and is not timed."""
+    """Gate and time the providers of a case. What fails its gate, or trained a model that diverged,
+    is recorded with ``ok`` false and is not timed."""
 
     def say(provider: str, message: str) -> None:
         print(f"{suite}: {case.name} {case.pass_}: {provider}: {message}", file=sys.stderr, flush=True)
@@ -321,6 +330,9 @@ def measure(
         entries.append(entry)
         if entry.ok and not entry.error <= provider.tolerance:
             say(provider.name, f"relative error {entry.error:.3g} is over {provider.tolerance:.3g}")
+            entry.fail()
+        if entry.has_diverged():
+            say(provider.name, "its score is not finite: training diverged")
             entry.fail()
     reference = None
 

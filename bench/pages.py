@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from qgnn.data.disk import replace_file
+
 from . import compression, numbers, scores
 from .records import ROOT
 from .summary import commit_of, region, shown, table
@@ -151,13 +153,14 @@ def fill(text: str, results: Path) -> str:
 
 
 def rewrite(page: Path, results: Path) -> None:
-    """Put the tables between the markers of a page.
+    """Put the tables between the markers of a page, which holds its old text or the new one, whatever happens.
 
     Raises:
+        OSError: If it cannot be written.
         ValueError: If :func:`fill` does not know what to do; the file is left alone.
     """
     try:
         text = fill(page.read_text(encoding="utf-8"), results)
     except ValueError as error:
         raise ValueError(f"{page}: {error}") from error
-    page.write_text(text, encoding="utf-8")
+    replace_file(page.resolve(), text.encode())

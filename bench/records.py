@@ -1,10 +1,14 @@
 """Records: one JSON line a measurement, with the commit, the machine and the versions that it belongs to."""
 
+import fcntl
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from qgnn.data.disk import append_whole, shorten, whole_lines
 
 if TYPE_CHECKING:
     from qgnn.cli.provenance import Stamp
@@ -25,10 +29,15 @@ def until(records: Sequence[Record], stamp: "Stamp", end: "Stamp") -> list[Recor
     return [{**record, "dirty": stamp.until(end).dirty} for record in records]
 
 
+def is_of_a_commit(stamp: "Stamp") -> bool:
+    """Whether the code is that of a commit, so that what has been measured need not be again."""
+    return stamp.commit is not None and stamp.dirty is False
+
+
 def finished(results: Path, suite: str, stamp: "Stamp") -> set[tuple[str, str]]:
     """Cases and passes of a suite that this machine, commit and these versions have measured, each provider's last time
-    with success; none where the code differs from the commit."""
-    if stamp.commit is None or stamp.dirty:
+    with success; none where the code is not that of a commit."""
+    if not is_of_a_commit(stamp):
         return set()
     origin = (stamp.machine, suite, stamp.commit, False, stamp.versions)
     ok = {
@@ -69,13 +78,40 @@ def make_record(
 
 
 def append(path: Path, records: Iterable[Record]) -> None:
+    """Append records; they are on the disk when this returns. What a kill left behind the whole lines is cut away.
+
+    Raises:
+        OSError: If there is no space, or the disk fails; the file then holds what it held.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        _, keep = whole_lines(path.read_bytes(), _parse)
+        shorten(file, keep)
+        append_whole(file, path, b"".join(json.dumps(record).encode() + b"\n" for record in records))
+    finally:
+        os.close(file)
 
 
 def read(results: Path) -> Iterator[tuple[str, Record]]:
-    """Every record under ``results``, with the machine it was made on."""
+    """Every record under ``results``, with the machine it was made on; without what a kill left behind whole lines.
+
+    Raises:
+        ValueError: If a line before the last is none of ours.
+    """
     for path in sorted(results.glob("*/*.jsonl")):
-        for line in path.read_text().splitlines():
-            yield path.parent.name, json.loads(line)
+        lines, _ = whole_lines(path.read_bytes(), _parse)
+        for number, record in enumerate(lines, start=1):
+            if record is None:
+                raise ValueError(f"line {number} of {str(path)!r} is no record; restore the file, or delete the line")
+            yield path.parent.name, record
+
+
+def _parse(line: bytes) -> Record | None:
+    """The record, or ``None`` if it is none."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None

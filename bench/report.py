@@ -7,7 +7,7 @@ from pathlib import Path
 
 from . import scores
 from .numbers import threshold_tables
-from .records import Record, read
+from .records import Record
 from .summary import APART, FP32, WARM, copy_bandwidth, latest, machines, provenance, rival, table
 from .tables import DISTRIBUTION, DISTRIBUTION_NOTE, distribution_rows
 
@@ -126,10 +126,10 @@ def markdown(results: Path) -> str:
 
 
 def compact(results: Path, since: str) -> str:
-    """The latest records made at ``since`` (UTC, ISO 8601) or later as one text table."""
-    groups = latest([record for _, record in read(results) if record["utc"] >= since])
-    if not groups:
-        return "no records"
-    copy = copy_bandwidth(groups)
-    note = f"; a copy reads and writes {copy / 1e9:.4g} GB/s, shares of it in brackets" if copy else ""
-    return f"{provenance(groups)}{note}\n{text_table(groups, copy)}"
+    """The latest records made at ``since`` (UTC, ISO 8601) or later, one text table a machine."""
+    parts = []
+    for groups in machines(results, since).values():
+        copy = copy_bandwidth(groups)
+        note = f"; a copy reads and writes {copy / 1e9:.4g} GB/s, shares of it in brackets" if copy else ""
+        parts.append(f"{provenance(groups)}{note}\n{text_table(groups, copy)}")
+    return "\n\n".join(parts) if parts else "no records"

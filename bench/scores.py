@@ -1,6 +1,7 @@
 """The tables of the suite `accuracy`: what training in few bits costs, by model, and which rule of rounding matters.
 
-Differences are those of seeds that all providers have, with a confidence interval of 95 % (Student's t).
+A difference is that of the seeds that a provider and fp32 have, with a confidence interval of 95 % (Student's t). The
+column of fp32 is of the seeds that any other has; a difference of fewer says of how many.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,8 +22,8 @@ WORST = ("provider", "models", "mean difference", "least of fp32 %", "where", "w
 ABLATION = ("data set", "rounding", "scale a", "last layer", "int8", "int4", "seeds")
 NOTE = (
     "Test score at the best validation epoch: of PyG's models in fp32, mean and standard deviation over the seeds; of "
-    "the others the difference, with a confidence interval of 95 %. A seed gives all the same weights. Runs whose "
-    "untrained model failed its check are left out."
+    "the others the difference, with a confidence interval of 95 %, and n where it is of fewer seeds. A seed gives all "
+    "the same weights. Runs whose untrained model failed its check, and those that diverged, are left out."
 )
 
 
@@ -39,18 +40,26 @@ class Runs:
         self.by_provider: dict[str, dict[str, float]] = {}
 
     def add(self, record: Record) -> None:
+        """Take a record; one without a score says nothing."""
         found = record.get("metrics", {})
         self.metric = next((METRICS[name] for name in found if name in METRICS), ACCURACY_METRIC)
-        score = self.metric.scale * (record["test_acc"] if self.metric.scale == 100 else found[self.metric.name])
+        score = record.get("test_acc") if self.metric.scale == 100 else found[self.metric.name]
+        if score is None:
+            return
         name = record["provider"]
         full = name.startswith("pyg") and name.endswith("fp32")  # whatever form its edges have
         seed = f"{record['case'].rsplit('/', 1)[1]} {record['commit']}"
-        self.by_provider.setdefault(FULL if full else name, {})[seed] = score
+        self.by_provider.setdefault(FULL if full else name, {})[seed] = self.metric.scale * score
 
     def pairs(self, provider: str) -> list[tuple[float, float]]:
         """Scores in fp32 and of a provider, of the seeds that both have at one commit."""
         full, others = (self.by_provider.get(name, {}) for name in (FULL, provider))
         return [(full[seed], others[seed]) for seed in full if seed in others]
+
+    def compared(self, providers: Sequence[str]) -> list[float]:
+        """Scores in fp32, of the seeds that one of these has at the same commit."""
+        others = {seed for name in providers for seed in self.by_provider.get(name, ())}
+        return [score for seed, score in self.by_provider.get(FULL, {}).items() if seed in others]
 
     def differences(self, provider: str) -> list[float]:
         return [other - full for full, other in self.pairs(provider)]
@@ -93,14 +102,19 @@ def interval(values: Sequence[float], digits: int = 2) -> str:
     return f"{mean(values):+.{digits}f}" + (f" ± {half_width(values):.{digits}f}" if len(values) > 1 else "")
 
 
+def _counted(values: Sequence[float], num_seeds: int, digits: int) -> str:
+    """The interval, with how many seeds it is of where they are fewer than ``num_seeds``."""
+    return interval(values, digits) + (f" (n={len(values)})" if 0 < len(values) < num_seeds else "")
+
+
 def accuracy_rows(groups: Groups) -> Rows:
     """A line a data set and model."""
     for (dataset, model), runs in runs_of(groups, ablation=False).items():
         counts = [len(pairs) for name in KEPT if (pairs := runs.pairs(name))]
         if counts:
-            full = [value for value, _ in max((runs.pairs(name) for name in KEPT), key=len)]
+            full = runs.compared(KEPT)
             metric = runs.metric
-            cells = (interval(runs.differences(name), metric.digits) for name in KEPT)
+            cells = (_counted(runs.differences(name), len(full), metric.digits) for name in KEPT)
             seeds = str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
             yield dataset, model, f"{metric.label}{metric.unit}", spread(full, metric.digits), *cells, seeds
 

@@ -63,10 +63,13 @@ def latest(records: Sequence[Record]) -> list[list[Record]]:
     return [runs[max(runs)] for runs in groups.values()]
 
 
-def machines(results: Path) -> dict[str, list[list[Record]]]:
-    """The newest measurements of each machine. No ratio crosses a machine or a run."""
+def machines(results: Path, since: str = "") -> dict[str, list[list[Record]]]:
+    """The newest measurements of each machine, made at ``since`` (UTC, ISO 8601) or later. No ratio crosses a machine
+    or a run."""
     by_machine: dict[str, list[Record]] = {}
     for machine, record in read(results):
+        if record["utc"] < since:
+            continue
         by_machine.setdefault(machine, []).append(record)
     order = {suite: number for number, suite in enumerate(SUITES)}  # what is most important comes first
     return {

@@ -28,6 +28,33 @@ def _place(run: Any) -> tuple[Any, ...]:
     return (NONE, *COMPONENTS, ALL).index(run.component), known.index(run.format), run.schedule, run.seed
 
 
+def _taken(lines: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """The starts of a journal, and the last line of each run by key, with what it ran under."""
+    starts, recorded = [], {}
+    for line in lines:
+        if line["kind"] == "start":
+            starts.append(line)
+        else:
+            recorded[line["key"]] = {name: starts[-1][name] for name in ("machine", "commit", "dirty")} | line
+    return starts, recorded
+
+
+def _of_two(runs: Sequence[Any], recorded: dict[str, dict[str, Any]]) -> str:
+    """How many differences are between runs of two commits, and of two machines."""
+    from qgnn.cli.sweep.table import is_done
+
+    pairs = [
+        (recorded[run.key], recorded[run.baseline.key])
+        for run in runs
+        if run != run.baseline and is_done(run, recorded) and is_done(run.baseline, recorded)
+    ]
+    text = ""
+    for what, of in (("commits", commit_of), ("machines", lambda line: line["machine"])):
+        if count := sum(of(run) != of(baseline) for run, baseline in pairs):
+            text += f"; {count} of the {len(pairs)} differences are between runs of two {what}"
+    return text
+
+
 def sweep_region(journals: Sequence[Sequence[dict[str, Any]]]) -> str:
     """Accuracy by format and component, as the command printed it on each machine, and where it comes from."""
     from qgnn.cli.sweep.run_spec import BASELINE, RunSpec
@@ -35,8 +62,7 @@ def sweep_region(journals: Sequence[Sequence[dict[str, Any]]]) -> str:
 
     parts = []
     for lines in journals:
-        starts = [line for line in lines if line["kind"] == "start"]
-        recorded = {line["key"]: {**line, "commit": None, "dirty": None} for line in lines if line["kind"] == "run"}
+        starts, recorded = _taken(lines)
         ended = (line["run"] for line in recorded.values())
         runs = [RunSpec(**{**fields, "recipe": tuple(fields["recipe"].items())}) for fields in ended]
         runs.sort(key=_place)  # they end in no certain order
@@ -57,6 +83,8 @@ def sweep_region(journals: Sequence[Sequence[dict[str, Any]]]) -> str:
         parts.append(
             f"`{shown(starts[0]['command'])}`: {len(runs)} runs; {', '.join(scores)}, mean and deviation over seeds "
             f"(difference to {BASELINE} and its standard error); "
-            f"{starts[0]['machine']}; {', '.join(dict.fromkeys(f'commit {commit_of(start)}' for start in starts))}"
+            f"{', '.join(dict.fromkeys(start['machine'] for start in starts))}; "
+            f"{', '.join(dict.fromkeys(f'commit {commit_of(run)}' for run in (*starts, *recorded.values())))}"
+            f"{_of_two(runs, recorded)}"
         )
     return "\n\n".join(parts)

@@ -252,6 +252,35 @@ def test_a_run_whose_checkout_changes_says_so(tmp_path: Path, monkeypatch: pytes
             assert record["dirty"] is ((record["case"], record["pass"]) != cases[0])
 
 
+@pytest.mark.parametrize(
+    ("dirty", "commit", "options", "reason"),
+    [
+        (False, "a", [], "--quick without --results keeps no records"),
+        (True, "a", ["--results"], "the code is not that of a commit"),
+        (None, "a", ["--results"], "the code is not that of a commit"),
+        (None, None, ["--results"], "the code is not that of a commit"),
+        (False, "a", ["--results"], None),
+    ],
+)
+def test_a_run_that_cannot_leave_out_what_was_measured_says_so(
+    dirty: bool | None,
+    commit: str | None,
+    options: list[str],
+    reason: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    stamp = provenance.Stamp("Some CPU", commit, dirty, {"torch": "2.0"})
+    monkeypatch.setattr(provenance, "make_stamp", lambda device: stamp)
+    monkeypatch.setattr(main, "cases", lambda suite, setting: iter(()))
+    arguments = ["softmax", "--device", "cpu", "--quick", *options, *([str(tmp_path)] if options else [])]
+    assert main.main(arguments) == 0
+    assert capsys.readouterr().err == ""
+    assert main.main([*arguments, "--resume"]) == 0
+    assert capsys.readouterr().err == (f"--resume: {reason}, so that every case is measured\n" if reason else "")
+
+
 @pytest.mark.parametrize("pass_", ["forward", "warm", "backward"])
 def test_zeros_are_skipped_by_the_one_and_multiplied_by_the_other(pass_: str) -> None:
     features = matmul._MostlyZero(589, 512, 48, inputs.Setting(torch.device("cpu"), quick=True))

@@ -89,6 +89,21 @@ def test_report_divides_within_the_newest_run_only(results: Path) -> None:
     assert "unit  a/b  forward\n  ceiling: copy" in report.compact(results, "2026-01-02")
 
 
+def test_a_report_of_a_time_has_a_table_a_machine(tmp_path: Path) -> None:
+    """The same case of the same moment: neither hides the other, and no ratio is of both."""
+    for machine, ours, theirs in (("A CPU", 2.0, 6.0), ("B CPU", 4.0, 20.0)):
+        group = [make_record(name, ms, device=machine) for name, ms in (("qgnn int8", ours), ("torch fp32", theirs))]
+        group.append(make_record("ceiling: copy", ours, device=machine, suite="device", case="copy/1MiB"))
+        records.append(tmp_path / machine / "unit.jsonl", group)
+    first, second = report.compact(tmp_path, NEW).split("\n\n")
+    for text, machine, copy, line in (
+        (first, "A CPU", "1.5", "qgnn int8 +2 .*3.00"),
+        (second, "B CPU", "0.75", "qgnn int8 +4 .*5.00"),
+    ):
+        assert text.startswith(f"{machine}; commit 0123456789ab; torch 2.0; a copy reads and writes {copy} GB/s")
+        assert re.search(line, text)
+
+
 def test_region_has_a_line_a_case(results: Path) -> None:
     text = summary.region(results)
     assert text.startswith("**some-cpu-2-threads**: Some CPU, 2 threads; commit 0123456789ab; torch 2.0\n")
@@ -234,8 +249,7 @@ def test_train_region_is_what_the_command_printed(results: Path) -> None:
     assert cells(text, "fp32") == [["fp32 (PyG)", "81.00 ± 1.41", "30.0", "1.50", "100", "1.00x"]]
     assert cells(text, "int8") == [["int8 (qgnn)", "79.00", "12.0", "1.50", "100", "2.50x"]]
     effort = "2 seeds (± is their standard deviation), 20 epochs"
-    origin = f"`qgnn train --dataset photo`: {effort}; Some CPU, 2 threads; commit 0123456789ab"
-    assert text.endswith(f"\n\n{origin}")
+    assert text.endswith(f"\n\n`qgnn train --dataset photo`: {effort}; Some CPU, 2 threads; commit 0123456789ab")
     assert found["train:cora"].endswith("commit 0123456789ab (modified)")
 
 

@@ -45,6 +45,31 @@ def test_accuracy_is_compared_seed_by_seed(tmp_path: Path) -> None:
     assert rows(text, "cora", "gin", "-2.00")
 
 
+def test_a_difference_of_fewer_seeds_says_so(tmp_path: Path) -> None:
+    """The column of fp32 is of all seeds that others have; two times three of them are not the same three."""
+    for seed, full in enumerate([0.80, 0.82, 0.84, 0.86, 0.10]):  # the last is compared with nothing
+        write(tmp_path, "accuracy", f"cora/gcn/seed{seed}", "pyg fp32", test_acc=full)
+        for provider, seeds in (("qgnn int8", (0, 1, 2)), ("qgnn int4", (1, 2, 3)), (scores.KEPT[1], range(4))):
+            if seed in seeds:
+                write(tmp_path, "accuracy", f"cora/gcn/seed{seed}", provider, test_acc=full - 0.1)
+    (line,) = rows(dict(pages.regions(tmp_path))["accuracy"], "cora")
+    fewer, all_ = "-10.00 ± 0.00 (n=3)", "-10.00 ± 0.00"
+    assert line[3:] == ["83.00 ± 2.58", fewer, all_, "", fewer, "3 to 4"]
+
+
+def test_a_record_without_a_score_says_nothing(tmp_path: Path) -> None:
+    """As a training that diverged left it before that was a failure."""
+    for provider, rmse in (("pyg fp32", 0.8), ("qgnn int8", None), ("qgnn int4", 0.9)):
+        write(tmp_path, "accuracy", "esol/gcn/seed0", provider, metrics={"rmse": rmse, "best_epoch": 1.0})
+        write(tmp_path, "accuracy", "tolokers/gcn/seed0", provider, test_acc=rmse, metrics={"roc_auc": rmse})
+    found = dict(pages.regions(tmp_path))
+    assert rows(found["accuracy"], "gcn") == [
+        ["esol", "gcn", "RMSE", "0.800", "", "", "", "+0.100", "1"],
+        ["tolokers", "gcn", "ROC-AUC %", "80.00", "", "", "", "+10.00", "1"],
+    ]
+    assert [row[0] for row in rows(found["accuracy:worst"], "gcn")] == ["qgnn int4"]
+
+
 def test_older_records_count_where_there_are_no_others(tmp_path: Path) -> None:
     for model in ("gcn", "gin"):
         write(tmp_path, "accuracy", f"cora/{model}/fp32/seed0", "pyg coo fp32", test_acc=0.5)

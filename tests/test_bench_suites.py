@@ -266,6 +266,24 @@ def test_data_that_is_not_there_leaves_no_record(
     assert "no records" in said.out
 
 
+@pytest.mark.parametrize("suite", ["blocksize", "distribution"])
+def test_each_data_set_that_is_there_is_measured_and_each_other_named(
+    suite: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Without --root, too: the folder that is searched then has them or not."""
+    module = importlib.import_module(f"bench.suites.{suite}")
+
+    def load(name: str, with_normal_rows: bool, setting: object) -> None:
+        if name in ("cora", "dblp"):
+            raise harness.UnavailableError(f"no {name}; --root names the folder of the data sets")
+
+    monkeypatch.setattr(pyg_models, "load", load)
+    found = {case.name.split("/")[0] for case in module.cases(inputs.Setting(torch.device("cpu")))}
+    assert found == {"wordnet", "pubmed", "photo"}
+    said = capsys.readouterr().err
+    assert f"{suite}: cora: not available: no cora; --root names the folder of the data sets\n{suite}: dblp: " in said
+
+
 def test_dropout_that_is_timed_is_held_to_what_it_should_be() -> None:
     x = torch.randn(200, 64, requires_grad=True)
     mask = torch.rand_like(x) >= 0.5

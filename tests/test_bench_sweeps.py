@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,5 +56,40 @@ def test_a_sweep_has_a_row_a_format_and_a_column_a_component(results: Path) -> N
         "fp32: 80.50 ± 0.71\n\n"
         "`qgnn sweep examples/two.toml --root DIR --table FILE --results DIR --processes 2`: 7 runs; test "
         "accuracy in %, mean and deviation over seeds (difference to fp32 and its standard error); A CPU; commit "
-        "0123456789ab, commit fedcba987654 (modified)"
+        "0123456789ab, commit fedcba987654 (modified); 3 of the 5 differences are between runs of two commits"
     )
+
+
+def test_machines_and_what_is_compared_across_them_are_named(results: Path) -> None:
+    """A run that failed first was compared where it came to an end; one that says more of itself counts as it says."""
+    path = results / "a-cpu" / "sweeps" / "two.jsonl"
+    lines = path.read_text().splitlines()
+    lines[5] = json.dumps(START | {"machine": "B CPU"})
+    lines[6] = json.dumps(json.loads(lines[6]) | {"dirty": True})
+    path.write_text("".join(f"{text}\n" for text in lines))
+    text = dict(pages.regions(results))["sweep:two"]
+    assert text.endswith(
+        "; A CPU, B CPU; commit 0123456789ab, commit 0123456789ab (modified); 1 of the 5 differences are between runs "
+        "of two commits; 3 of the 5 differences are between runs of two machines"
+    )
+
+
+def test_a_page_that_cannot_be_written_stays(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real = tmp_path / "page.md", Path.open
+    text = "\nold\n".join(pages.markers("sweep:two"))
+    path.write_text(text)
+
+    def full(self: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        file = real(self, mode, *args, **options)
+        if "w" in mode:
+            file.close()  # emptied as it was opened
+            raise OSError(28, "No space left on device")
+        return file
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            pages.rewrite(path, results)
+    assert path.read_text() == text
+    pages.rewrite(path, results)
+    assert "GCN on cora" in path.read_text()

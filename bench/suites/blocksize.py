@@ -28,10 +28,10 @@ from ..clock import make_clock
 from ..compression import EXACT, EXACT_ROWS
 from ..harness import MIB, Case, Measured, Provider, UnavailableError, saved_bytes
 from . import pyg_models, rivals
-from .inputs import Setting, graph_name, projected
+from .inputs import Setting, available, graph_name, projected
 from .sage import along_tolerance, check_equal, flatten
 
-DATASETS = ("wordnet", *pyg_models.DATASETS)  # the first one is embedded, the others are under --root
+DATASETS = ("wordnet", *pyg_models.DATASETS)  # the first one is embedded
 KINDS = ("gcn", "sage", "gat")
 NUM_ROOTS = 2000  # synsets of WordNet, which are taken with their neighbors
 NUM_STEPS = 5  # of training in front
@@ -297,7 +297,6 @@ class Problem(pyg_models.Problem):
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    datasets = DATASETS if setting.root is not None else DATASETS[:1]
-    for dataset in setting.shapes(*datasets):
+    for dataset in available("blocksize", setting.shapes(*DATASETS), lambda d: pyg_models.load(d, False, setting)):
         for kind in setting.shapes(*KINDS):
             yield from Problem(dataset, kind, setting).cases()

@@ -19,9 +19,9 @@ from qgnn.rng import make_seed
 from ..clock import make_clock
 from ..harness import Case, Measured, Provider
 from . import pyg_models
-from .inputs import Setting, projected
+from .inputs import Setting, available, projected
 
-DATASETS = ("wordnet", *pyg_models.DATASETS)  # the first one is embedded, the others are under --root
+DATASETS = ("wordnet", *pyg_models.DATASETS)  # the first one is embedded
 # What a layer keeps for its backward pass: its input, by the layer's name. Input features are left out: they are
 # kept anyway. GraphSAGE has two inputs, the mean of the neighbors (lin_l) and the node itself (lin_r).
 LINEAR = {"sage": ("convs.0.lin_l", "convs.1.lin_l", "convs.1.lin_r"), "gcn": ("convs.1.lin",), "gat": ("convs.1.lin",)}
@@ -142,8 +142,7 @@ class RoundTrip:
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    datasets = DATASETS if setting.root is not None else DATASETS[:1]
-    for dataset in setting.shapes(*datasets):
+    for dataset in available("distribution", setting.shapes(*DATASETS), lambda d: pyg_models.load(d, False, setting)):
         for kind in setting.shapes(*LINEAR):
             problem = Problem(dataset, kind, setting)
             forms = [(name, ratio) for name in LINEAR[kind] for ratio in (1, RATIO)] + [(n, 1) for n in NORMS]

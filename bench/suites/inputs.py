@@ -1,6 +1,7 @@
 """Inputs that suites share, and the bounds that their results are held to."""
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -124,6 +125,17 @@ def package(name: str) -> ModuleType:
         return import_module(name)
     except ImportError as error:
         raise UnavailableError(f"{name} cannot be imported ({error})") from error
+
+
+def available(suite: str, datasets: Sequence[str], load: Callable[[str], object]) -> Iterator[str]:
+    """Those that can be loaded; of each other one it says why not."""
+    for dataset in datasets:
+        try:
+            load(dataset)
+        except UnavailableError as reason:
+            print(f"{suite}: {dataset}: not available: {reason}", file=sys.stderr, flush=True)
+        else:
+            yield dataset
 
 
 def require_bf16(setting: Setting) -> None:

@@ -1,11 +1,15 @@
 """What survives a power failure, and files that are read whole or not at all."""
 
+import errno
 import os
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
+
+Line = TypeVar("Line")
 
 
 def load_whole(file: BinaryIO) -> Any:
@@ -48,3 +52,53 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def append_whole(file: int, path: Path, content: bytes) -> None:
+    """Append to a file by a single write; it is on the disk when this returns.
+
+    Args:
+        file: The file, open for appending, which nobody else writes meanwhile.
+        path: Its path.
+        content: What is appended.
+
+    Raises:
+        OSError: If there is no space, or the disk fails; the file is then as it was before.
+    """
+    size = os.fstat(file).st_size
+    try:
+        if os.write(file, content) < len(content):
+            raise OSError(errno.ENOSPC, "no space left")
+        os.fsync(file)
+        if not size:
+            sync(path.parent)
+    except OSError:
+        os.ftruncate(file, size)  # nothing may ever follow half a line
+        raise
+
+
+def whole_lines(content: bytes, parse: Callable[[bytes], Line | None]) -> tuple[list[Line | None], int]:
+    """The lines of a file that is appended to, and the number of its bytes before what a kill, or a power failure, left
+    behind them.
+
+    Args:
+        content: Of the file.
+        parse: The line that some bytes are, without its end; ``None`` if they are none.
+
+    Returns:
+        The lines, ``None`` for one before the last that is damaged; and the number of bytes.
+    """
+    *texts, torn = content.split(b"\n")  # empty behind a whole line
+    lines = [parse(text) for text in texts]
+    keep = len(content) - len(torn)
+    if not torn and lines and lines[-1] is None:  # blocks that a power failure left without content
+        keep -= len(texts[-1]) + 1
+        del lines[-1]
+    return lines, keep
+
+
+def shorten(file: int, size: int) -> None:
+    """Cut away what an open file has behind so many bytes, if it has more."""
+    if size < os.fstat(file).st_size:
+        os.ftruncate(file, size)
+        os.fsync(file)

@@ -196,6 +196,23 @@ def test_a_dry_run_counts_what_is_left_and_leaves_nothing(
         assert row_of_all(capsys.readouterr().out) == [6, 6, 3, 1, 3]
 
 
+def test_a_sweep_that_goes_on_elsewhere_says_so(
+    sweep: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where something runs there."""
+    monkeypatch.setattr(command, "cpu_name", lambda: "A CPU")
+    assert [sweep("--limit", "2") for _ in range(2)] == [0, 0]
+    assert "goes on" not in capsys.readouterr().err
+    monkeypatch.setattr(command, "cpu_name", lambda: "B CPU")
+    assert sweep("--limit", "0") == 0
+    assert "goes on" not in capsys.readouterr().err
+    assert sweep() == 0
+    err = capsys.readouterr().err
+    assert "holds runs on A CPU, and goes on with runs on B CPU: times and rounding may differ" in err
+    assert sweep() == 0, "nothing is left"
+    assert "goes on" not in capsys.readouterr().err
+
+
 def test_a_plot_of_nothing_says_so_and_changes_nothing_else(
     sweep: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

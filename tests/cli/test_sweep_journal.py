@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 import soak_files
 from qgnn.cli.errors import UsageError
+from qgnn.cli.sweep import runner
 from qgnn.cli.sweep.journal import DONE, FAILED, RUN, START, Journal, recorded_in
+from qgnn.cli.sweep.pool import Outcome
 from qgnn.cli.sweep.runner import check_device, missing
 from soak_draw import Draw
 from sweep_fakes import HEADER, runs_of
@@ -184,6 +186,40 @@ def test_a_journal_of_another_device_is_refused(tmp_path: Path) -> None:
         check_device(journal, "cpu")
         with pytest.raises(UsageError, match=r"holds runs on cpu \(got cuda\)"):
             check_device(journal, "cuda")
+
+
+def test_a_run_that_ends_behind_a_change_of_the_code_is_of_modified_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a commit or an edit, until the sweep is started anew; what no change came before says nothing of its own."""
+    steps = [  # a start, or how the code is when a run ends, with what is then known of the run, and what it says
+        (START, ("a", False), None),
+        (("a", False), ("a", False), None),
+        (("a", True), ("a", True), True),
+        (("b", False), ("a", True), True),
+        (START, ("b", False), None),
+        (("b", False), ("b", False), None),
+        (START, ("b", True), None),
+        (("b", True), ("b", True), None),
+        (("b", False), ("b", True), True),
+    ]
+    runs = iter(runs_of(len(steps)))
+    with Journal(tmp_path / "j") as journal:
+        for state, (commit, dirty), _ in steps:
+            if state == START:
+                journal.append(START, device="cpu", commit=commit, dirty=dirty)
+            else:
+                monkeypatch.setattr(runner, "commit", lambda state=state: state)
+                runner.record(Outcome(next(runs), {"test_acc": 0.5}, None, None, 1.0), journal)
+        written = journal.runs
+    with Journal(tmp_path / "j") as journal:
+        assert journal.runs == written
+        found = [(line["commit"], line["dirty"]) for line in journal.runs.values()]
+    assert found == [expected for state, expected, _ in steps if state != START]
+    lines = [json.loads(line) for line in (tmp_path / "j").read_text().splitlines()]
+    assert [line.get("dirty") for line in lines if line["kind"] == RUN] == [
+        own for state, _, own in steps if state != START
+    ]
 
 
 def test_a_journal_can_be_read_while_it_is_written(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def sweep(options: argparse.Namespace) -> int:
             read(dataset, root)  # before the first run, and in one process, since it may have to be downloaded
         read.cache_clear()
         if remaining:
+            tell_of_machine(journal, machine_of(device))
             journal.append(START, **header(spec, options.command_line, device, processes))
             carry_out(remaining, journal, partial(execute, root=root, device=device.type), processes)
         recorded = journal.runs
@@ -133,12 +134,28 @@ def header(spec: Spec, command: str, device: torch.device, processes: int) -> di
         "command": command,
         "utc": now(),
         "device": device.type,
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "machine": machine_of(device),
         "processes": processes,
         "commit": sha,
         "dirty": dirty,
         "versions": versions(),
     }
+
+
+def machine_of(device: torch.device) -> str:
+    """The name of what computes."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def tell_of_machine(journal: Journal, machine: str) -> None:
+    """Warn if the first runs of the journal were made on another machine than those that follow."""
+    first = journal.starts[0].get("machine", machine) if journal.starts else machine
+    if first != machine:
+        print(
+            f"{str(journal.path)!r} holds runs on {first}, and goes on with runs on {machine}: times and rounding may "
+            "differ, also between a run and the baseline that it is compared with; another --results keeps them apart",
+            file=sys.stderr,
+        )
 
 
 def states_of(runs: Sequence[RunSpec], recorded: dict[str, Any]) -> list[str | None]:

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from qgnn.cli.errors import UsageError
-from qgnn.data.disk import sync
+from qgnn.data.disk import append_whole, shorten, whole_lines
 
 START, RUN = "start", "run"  # kinds of lines
 DONE, FAILED = "done", "failed"  # how a run ended
@@ -24,7 +24,7 @@ class Journal:
     """A journal, open and locked until it is closed.
 
     The first line, and one more each time the sweep goes on, is of kind ``start``: under what the runs below it were
-    made. Every other line is a run's.
+    made. Every other line is a run's; it says ``dirty`` where the code has changed since the start.
 
     Args:
         path: The file, made if it does not exist; its folder has to exist.
@@ -61,16 +61,15 @@ class Journal:
         """All whole lines; what a kill left behind them is cut away."""
         content = self.path.read_bytes()
         lines, keep = _whole_lines(self.path, content)
-        if keep < len(content):
-            os.ftruncate(self._file, keep)
-            os.fsync(self._file)
+        shorten(self._file, keep)
         return lines
 
     def _take(self, line: dict[str, Any]) -> None:
         if line["kind"] == START:
             self.starts.append(line)
         else:
-            self.runs[line["key"]] = line | {"commit": self.starts[-1]["commit"], "dirty": self.starts[-1]["dirty"]}
+            start = self.starts[-1]
+            self.runs[line["key"]] = {"dirty": start.get("dirty")} | line | {"commit": start["commit"]}
 
     def append(self, kind: str, **fields: Any) -> None:
         """Write a line; it is on the disk when this returns.
@@ -84,16 +83,9 @@ class Journal:
             UsageError: If there is no space, or the disk fails; the journal is then as it was before.
         """
         line = {"kind": kind, **fields}
-        data = json.dumps(line).encode() + b"\n"
-        size = os.fstat(self._file).st_size
         try:
-            if os.write(self._file, data) < len(data):
-                raise OSError(0, "no space left")
-            os.fsync(self._file)
-            if not size:
-                sync(self.path.parent)
+            append_whole(self._file, self.path, json.dumps(line).encode() + b"\n")
         except OSError as error:
-            os.ftruncate(self._file, size)  # nothing may ever follow half a line
             raise UsageError(f"the journal {str(self.path)!r} could not be written ({error.strerror})") from error
         self._take(line)
 
@@ -127,13 +119,7 @@ def recorded_in(path: Path) -> dict[str, dict[str, Any]]:
 
 def _whole_lines(path: Path, content: bytes) -> tuple[list[dict[str, Any]], int]:
     """The lines of a journal, and the number of its bytes before what a kill left behind them."""
-    texts = content.split(b"\n")
-    torn = texts.pop()  # empty behind a whole line
-    lines = [_parse(text) for text in texts]
-    keep = len(content) - len(torn)
-    if not torn and lines and lines[-1] is None:  # blocks that a power failure left without content
-        keep -= len(texts[-1]) + 1
-        del lines[-1]
+    lines, keep = whole_lines(content, _parse)
     whole = [line for line in lines if line is not None]
     if len(whole) < len(lines) or (whole and whole[0]["kind"] != START):
         number = 1 + (lines.index(None) if None in lines else 0)

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from qgnn.cli.errors import UsageError
-from qgnn.cli.provenance import now
+from qgnn.cli.provenance import commit, now
 from qgnn.cli.sweep.journal import DONE, FAILED, RUN, Journal
 from qgnn.cli.sweep.pool import Execute, Outcome, run_all
 from qgnn.cli.sweep.progress import SweepProgress
@@ -70,11 +70,13 @@ def carry_out(
 
 
 def record(outcome: Outcome, journal: Journal) -> None:
-    """Append the line of a run that ended."""
+    """Append the line of a run that ended, as that of modified code where the code has changed since the start."""
     run, result, error, trace, seconds, _ = outcome
     ended = {"result": result} if error is None else {"error": error, "trace": trace}
     status = {"key": run.key, "run": run.fields, "status": DONE if error is None else FAILED}
-    journal.append(RUN, **status, **ended, seconds=round(seconds, 3), utc=now())
+    start = journal.starts[-1]
+    changed = {} if commit() == (start["commit"], start["dirty"]) else {"dirty": True}
+    journal.append(RUN, **status, **ended, **changed, seconds=round(seconds, 3), utc=now())
 
 
 @contextlib.contextmanager

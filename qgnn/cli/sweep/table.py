@@ -173,7 +173,7 @@ class Panel(NamedTuple):
 
 def panels(runs: Sequence[RunSpec], recorded: dict[str, Row]) -> list[Panel]:
     """The results that are there, one panel for each data set, model and recipe, in the order of the runs."""
-    results = {run: recorded[run.key]["result"] for run in runs if _is_done(run, recorded)}
+    results = {run: recorded[run.key]["result"] for run in runs if is_done(run, recorded)}
     # Runs of before there were others are of accuracy.
     metrics = {run: METRICS[result.get("metric", ACCURACY.name)] for run, result in results.items()}
     scores = {run: metrics[run].scale * result["test_acc"] for run, result in results.items()}
@@ -212,7 +212,8 @@ def panels(runs: Sequence[RunSpec], recorded: dict[str, Row]) -> list[Panel]:
     return made
 
 
-def _is_done(run: RunSpec, recorded: dict[str, Row]) -> bool:
+def is_done(run: RunSpec, recorded: dict[str, Row]) -> bool:
+    """Whether a run is recorded, and did not fail."""
     line = recorded.get(run.key)
     return line is not None and line["status"] == DONE
 
