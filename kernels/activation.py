@@ -274,7 +274,7 @@ def activation_backward(
     N, F = grad.shape
     dx = torch.empty((N, F), dtype=out_dtype or grad.dtype, device=grad.device)
     if dx.numel() == 0:
-        return dx, torch.zeros(F, device=grad.device) if sum_columns else None
+        return dx, torch.zeros(F, dtype=torch.float32, device=grad.device) if sum_columns else None
     config = tuning.activation(F)
     tiles = tuning.quantize_grad_tiles(N, config["BLOCK_N"]) if sum_columns else 1
     parts = triton.cdiv(N, tiles * config["BLOCK_N"])

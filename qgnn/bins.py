@@ -182,7 +182,7 @@ def optimal_bins(bits: int, block_size: int) -> Tensor:
         tensor([0.0000, 1.0861, 1.9139, 3.0000])
     """
     _check("optimal_bins", bits, 4, block_size, least=2)
-    return torch.tensor(_constant_bins(bits, block_size))
+    return torch.tensor(_constant_bins(bits, block_size), dtype=torch.float32)
 
 
 def block_sizes(num_values: int) -> list[int]:

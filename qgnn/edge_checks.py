@@ -57,7 +57,7 @@ def check_edge_index(edge_index: Any, num_sources: int, num_targets: int) -> Non
         raise ValueError(f"'edge_index' expects the shape [2, E] (got {list(edge_index.shape)}){hint}")
     if edge_index.shape[1] == 0:
         return
-    sizes = torch.tensor([[num_sources], [num_targets]], device=edge_index.device)
+    sizes = torch.tensor([[num_sources], [num_targets]], dtype=torch.int64, device=edge_index.device)
     if torch.compiler.is_compiling():
         inside = ((edge_index >= 0) & (edge_index < sizes)).all()
         torch._assert_async(inside, "'edge_index' points outside the nodes")

@@ -7,7 +7,7 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -192,6 +192,47 @@ def cycles(root: Path) -> list[str]:
     for module in graph:
         visit(module, [])
     return found_cycles
+
+
+# Their results have torch's default type, which is whatever the program around has set it to ...
+_OF_DEFAULT_TYPE = frozenset({"empty", "zeros", "ones", "rand", "randn", "normal", "eye", "linspace", "logspace"})
+# ... and theirs if a number behind so many arguments is a fraction, or may be.
+_OF_NUMBERS = {"tensor": 0, "full": 1, "where": 1}
+
+
+def _written(node: ast.AST) -> Any:
+    """The value that is written out there; ``None`` for a name or a call."""
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+def _is_whole(value: Any) -> bool:
+    return bool(value) and all(map(_is_whole, value)) if isinstance(value, list | tuple) else isinstance(value, int)
+
+
+def _has_default_type(call: ast.Call, name: str) -> bool:
+    if any(keyword.arg == "dtype" for keyword in call.keywords):
+        return False
+    if name not in _OF_NUMBERS:
+        return name in _OF_DEFAULT_TYPE
+    numbers = list(map(_written, call.args[_OF_NUMBERS[name] :]))
+    if name == "where" and (not numbers or None in numbers):  # a tensor decides for a number beside it
+        return False
+    return not all(map(_is_whole, numbers))
+
+
+def default_types(root: Path) -> list[str]:
+    """Calls of torch whose result has the default type. Only parameters have it, which PyG's modules make."""
+    wrong = []
+    for path in modules(root).values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                package, _, name = ast.unparse(node.func).rpartition(".")
+                if package == "torch" and _has_default_type(node, name):
+                    wrong.append(f"{path.relative_to(root)}:{node.lineno} {ast.unparse(node)}: give it a 'dtype'")
+    return wrong
 
 
 def long_files(root: Path) -> list[str]:

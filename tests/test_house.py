@@ -45,6 +45,10 @@ def test_files_stay_small() -> None:
     assert house.long_files(house.ROOT) == []
 
 
+def test_no_result_has_the_default_type() -> None:
+    assert house.default_types(house.ROOT) == []
+
+
 def test_primitives_have_the_same_name_in_every_room() -> None:
     assert house.missing_rooms(house.ROOT) == []
 
@@ -141,6 +145,31 @@ def test_a_long_file_is_found(copy: Path) -> None:
     plant(copy, "tests/nn/planted.py", "x = 1\n" * house.MAX_LINES)
     found = house.long_files(copy)
     assert [line.split()[0] for line in found] == ["kernels/cpu/planted.c", "tests/nn/planted.py"]
+
+
+@pytest.mark.parametrize(
+    ("call", "is_wrong"),
+    [
+        ("torch.empty((3, 4))", True),
+        ("torch.zeros(n, device=x.device)", True),
+        ("torch.full((n,), 0.5)", True),
+        ("torch.full((n,), value)", True),
+        ("torch.tensor([1, 0.5])", True),
+        ("torch.tensor([])", True),
+        ("torch.where(x > 0, 1.0, -1.0)", True),
+        ("torch.zeros(n, dtype=x.dtype)", False),
+        ("torch.full((n,), -1)", False),
+        ("torch.tensor([[0, -1], [2, 3]])", False),
+        ("torch.where(x > 0, x, -1.0)", False),
+        ("torch.where(x > 0)", False),
+        ("x.new_zeros(n)", False),
+    ],
+)
+def test_a_default_type_is_found(tmp_path: Path, call: str, is_wrong: bool) -> None:
+    for top in ("qgnn", "kernels"):
+        plant(tmp_path, f"{top}/__init__.py", f"def planted(x, n, value):\n    return {call}")
+    expected = [f"{top}/__init__.py:3 {call}: give it a 'dtype'" for top in ("qgnn", "kernels")]
+    assert house.default_types(tmp_path) == expected * is_wrong
 
 
 def test_a_primitive_without_a_room_is_found(copy: Path) -> None:

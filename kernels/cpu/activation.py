@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from qgnn.kernels.cpu.epilogue import activation_arguments
-from qgnn.kernels.cpu.library import PARTS, launch, rows_of, stream_key
+from qgnn.kernels.cpu.library import PARTS, empty_floats, launch, rows_of, stream_key
 from torch import Tensor
 
 _KINDS = {"none": 0, "relu": 1, "leaky_relu": 2, "elu": 3}
@@ -32,13 +32,13 @@ def activation(
 ) -> Tensor:
     """``drop(act(x + bias + residual))``, [N, F] of ``x``'s type; parameters as of the reference."""
     N, F = x.shape
-    y = torch.empty((N, F))
+    y = empty_floats(N, F)
     rows = rows_of(x, torch.float32)
     other = None if residual is None else rows_of(residual, torch.float32)
     codes = derivative if derivative is not None and derivative.dtype == torch.uint8 else None
     values = None
     if derivative is not None and codes is None:
-        values = derivative if derivative.dtype == torch.float32 else torch.empty((N, F))
+        values = derivative if derivative.dtype == torch.float32 else empty_floats(N, F)
     _, _, *drop = activation_arguments(dropout)
     launch(
         "qgnn_activation_forward",
@@ -64,7 +64,7 @@ def activation_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Gradient before an activation, and the sums of its columns if they are wanted; parameters as of the reference."""
     N, F = grad.shape
-    dx, sums = torch.empty((N, F)), torch.empty((PARTS, F)) if sum_columns else None
+    dx, sums = empty_floats(N, F), empty_floats(PARTS, F) if sum_columns else None
     rows = rows_of(grad, torch.float32)
     codes = derivative if derivative is not None and derivative.dtype == torch.uint8 else None
     values = None if derivative is None or codes is not None else derivative.float()

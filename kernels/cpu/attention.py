@@ -22,7 +22,7 @@ import torch
 from qgnn.kernels.cpu.attention_dot import attention_dot, attention_dot_backward
 from qgnn.kernels.cpu.attention_gatv2 import attention_gatv2, attention_gatv2_backward
 from qgnn.kernels.cpu.attention_shared import dropout_arguments, floats, graph, rounding_arguments, rows, workspace
-from qgnn.kernels.cpu.library import empty_codes, launch, rows_of
+from qgnn.kernels.cpu.library import empty_codes, empty_floats, launch, rows_of
 from torch import Tensor
 
 __all__ = [
@@ -52,7 +52,7 @@ def attention(
     if out_dtype is None:
         out_dtype = x.dtype if x.is_floating_point() else torch.float32
     (N, H), width = score_target.shape, x.shape[1]
-    out, lse = torch.empty((N, width)), torch.empty((N, H))
+    out, lse = empty_floats(N, width), empty_floats(N, H)
     if lse.numel():
         scores = floats(score_target), floats(score_source), floats(edge_score)
         operands = (*scores, *rows(x, x_scale), float(negative_slope), *dropout_arguments(dropout))
@@ -84,9 +84,9 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of both scores, of ``x`` and of ``edge_score``; parameters as of the reference."""
     (N, H), (S, width), E = score_target.shape, x.shape, index.numel()
-    d_target, record = torch.empty((N, H)), torch.empty((N, 4, H))
-    d_source, dx = torch.empty((S, H)), torch.empty((S, width))
-    d_edge = torch.empty((E, H)) if needs_dedge else None
+    d_target, record = empty_floats(N, H), empty_floats(N, 4, H)
+    d_source, dx = empty_floats(S, H), empty_floats(S, width)
+    d_edge = empty_floats(E, H) if needs_dedge else None
     codes = empty_codes(N, width) if grad_bits else None
     source, edge, (x, x_scale, *kind) = floats(score_source), floats(edge_score), rows(x, x_scale)
     grad_rows = rows_of(grad, torch.float32)

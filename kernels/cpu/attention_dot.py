@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from qgnn.kernels.cpu.attention_shared import dropout_arguments, floats, graph, rounding_arguments, rows, workspace
-from qgnn.kernels.cpu.library import empty_codes, launch, rows_of
+from qgnn.kernels.cpu.library import empty_codes, empty_floats, launch, rows_of
 from torch import Tensor
 
 
@@ -36,7 +36,7 @@ def attention_dot(
     if out_dtype is None:
         out_dtype = value.dtype if value.is_floating_point() else torch.float32
     (N, width), D = query.shape, query.shape[1] // heads
-    out, lse = torch.empty((N, width)), torch.empty((N, heads))
+    out, lse = empty_floats(N, width), empty_floats(N, heads)
     if lse.numel():
         operands = (*rows(query, query_scale), *rows(key, key_scale), *rows(value, value_scale), floats(edge_x))
         last = (_score_factor(D), *dropout_arguments(dropout))
@@ -70,8 +70,8 @@ def attention_dot_backward(
     """Gradients of the three rows and of ``edge_x``; parameters as of the reference."""
     (N, width), S, E, H = query.shape, key.shape[0], index.numel(), lse.shape[1]
     D = width // max(H, 1)
-    d_query, d_key, d_value = torch.empty((N, width)), torch.empty((S, width)), torch.empty((S, width))
-    record, d_edge = torch.empty((N, 4, H)), torch.empty((E, width)) if needs_dedge else None
+    d_query, d_key, d_value = empty_floats(N, width), empty_floats(S, width), empty_floats(S, width)
+    record, d_edge = empty_floats(N, 4, H), empty_floats(E, width) if needs_dedge else None
     codes = empty_codes(N, width) if grad_bits else None
     grad_rows = rows_of(grad, torch.float32)
     operands = (*rows(query, query_scale), *rows(key, key_scale), *rows(value, value_scale), floats(edge_x))

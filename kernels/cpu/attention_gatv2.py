@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from qgnn.kernels.cpu.attention_shared import dropout_arguments, floats, graph, rounding_arguments, rows, workspace
-from qgnn.kernels.cpu.library import PARTS, empty_codes, launch, rows_of
+from qgnn.kernels.cpu.library import PARTS, empty_codes, empty_floats, launch, rows_of
 from torch import Tensor
 
 
@@ -36,7 +36,7 @@ def attention_gatv2(
     if out_dtype is None:
         out_dtype = x_source.dtype if x_source.is_floating_point() else torch.float32
     (N, width), (H, D) = x_target.shape, att.shape
-    out, lse = torch.empty((N, width)), torch.empty((N, H))
+    out, lse = empty_floats(N, width), empty_floats(N, H)
     if lse.numel():
         operands = (*rows(x_target, target_scale), *rows(x_source, source_scale), floats(att), floats(edge_x))
         last = (float(negative_slope), *dropout_arguments(dropout))
@@ -69,8 +69,9 @@ def attention_gatv2_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of both rows, of ``att`` and of ``edge_x``; parameters as of the reference."""
     (N, width), S, E, (H, D) = x_target.shape, x_source.shape[0], index.numel(), att.shape
-    d_target, d_source, d_att = torch.empty((N, width)), torch.empty((S, width)), torch.zeros((PARTS, H, D))
-    record, d_edge = torch.empty((N, 4, H)), torch.empty((E, width)) if needs_dedge else None
+    d_target, d_source = empty_floats(N, width), empty_floats(S, width)
+    d_att = torch.zeros((PARTS, H, D), dtype=torch.float32)
+    record, d_edge = empty_floats(N, 4, H), empty_floats(E, width) if needs_dedge else None
     codes = empty_codes(N, width) if grad_bits else None
     grad_rows = rows_of(grad, torch.float32)
     operands = (*rows(x_target, target_scale), *rows(x_source, source_scale), floats(att), floats(edge_x))

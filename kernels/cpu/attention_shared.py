@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from qgnn.kernels.cpu.library import num_threads, rows_of, stream_key
+from qgnn.kernels.cpu.library import empty_floats, num_threads, rows_of, stream_key
 from torch import Tensor
 
 CHUNK = 128  # edges of a row whose weights are made at a time, and fewer where their rows would not stay in cache
@@ -45,4 +45,4 @@ def workspace(heads: int, width: int) -> Arguments:
     """Floats for each thread, how many that is, and the edges of a chunk."""
     edges = max(min(CHUNK, _LEAST_CHUNK), min(CHUNK, _CHUNK_BYTES // (4 * max(width, 1))))
     size = edges * (12 * heads + 16) + 8 * width + 10 * heads + 1040
-    return torch.empty((num_threads(), size)), size, edges
+    return empty_floats(num_threads(), size), size, edges

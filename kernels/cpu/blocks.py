@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 
 import torch
-from qgnn.kernels.cpu.library import FLOAT_TYPES, launch, stream_key
+from qgnn.kernels.cpu.library import FLOAT_TYPES, empty_floats, launch, stream_key
 from torch import Tensor
 
 _CONVERTED = 1 << 18  # values of another type that are converted at a time: 1 MiB of fp32
@@ -35,7 +35,7 @@ def _chunks(num_blocks: int, block_size: int, dtype: torch.dtype, whole: int = 1
 
 def _signs(F: int, projection: int, seed: Tensor, stream: int, *, transposed: bool) -> Tensor:
     """The table of a projection's signs, [F, R'] or [R', F]: small beside the matrix."""
-    signs = torch.empty((projection, F) if transposed else (F, projection))
+    signs = empty_floats(projection, F) if transposed else empty_floats(F, projection)
     launch("qgnn_blocks_signs", signs, seed, stream_key(stream), F, projection, int(transposed))
     return signs
 
@@ -49,7 +49,7 @@ class _Projection:
 
     def __call__(self, x: Tensor, first_row: int, out: Tensor) -> Tensor:
         """The product of rows of which the first has this number; ``out`` holds it, or is converted from it."""
-        result = out if out.dtype == torch.float32 else torch.empty(out.shape)
+        result = out if out.dtype == torch.float32 else empty_floats(*out.shape)
         sizes = (first_row, *x.shape, self._signs.shape[1])
         launch("qgnn_blocks_project", result, x, self._signs, *self._own, *sizes)
         return result if result is out else out.copy_(result)
@@ -82,11 +82,11 @@ def blocks_pack(
         num_values = x.numel()
     num_blocks = -(-num_values // block_size)
     packed = torch.empty((num_blocks, block_size * bits // 8), dtype=torch.uint8)
-    low, step = torch.empty(num_blocks), torch.empty(num_blocks)
+    low, step = empty_floats(num_blocks), empty_floats(num_blocks)
     for blocks, values in _chunks(num_blocks, block_size, x.dtype, projection or 1):
         if projection:
             rows = slice(values.start // projection, min(values.stop // projection, x.shape[0]))
-            made = torch.empty((rows.stop - rows.start, projection))
+            made = empty_floats(rows.stop - rows.start, projection)
             piece = project(x[rows].float().contiguous(), rows.start, made).view(-1)
         else:
             piece = x[values].float().contiguous()  # a vector can have any stride
@@ -125,7 +125,7 @@ def blocks_unpack(
     for blocks, values in _chunks(num_blocks, block_size, dtype, projection or 1):
         values = slice(values.start, min(values.stop, size))
         in_place = dtype == torch.float32 and not projection
-        piece = out[values] if in_place else torch.empty(values.stop - values.start)
+        piece = out[values] if in_place else empty_floats(values.stop - values.start)
         operands = (packed[blocks], low[blocks], step[blocks], edges, bits)
         launch("qgnn_blocks_unpack", piece, *operands, piece.numel(), block_size)
         if projection:

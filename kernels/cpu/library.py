@@ -133,6 +133,11 @@ def empty_codes(num_rows: int, width: int) -> Tensor:
     return x
 
 
+def empty_floats(*shape: int) -> Tensor:
+    """fp32 of any shape, which is what the kernels read and write, whatever torch's default type is."""
+    return torch.empty(shape, dtype=torch.float32)
+
+
 def stream_key(stream: int) -> int:
     """What is XORed into a seed to get its independent stream number ``stream``, as a signed 64-bit integer."""
     key = (stream * _STREAM_STEP) & ((1 << 64) - 1)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from qgnn.kernels.cpu.epilogue import activate
-from qgnn.kernels.cpu.library import PARTS, empty_codes, launch, rows_of, stream_key
+from qgnn.kernels.cpu.library import PARTS, empty_codes, empty_floats, launch, rows_of, stream_key
 from qgnn.kernels.cpu.quantize import quantize
 from torch import Tensor
 
@@ -108,10 +108,10 @@ class _Product:
         if self.route == _INT_MM:
             self.total = torch.empty((step, M), dtype=torch.int32)
             return
-        self.x_float = torch.empty((step, K))
-        self.w_floats = _floats(self.w_q, torch.empty((M, K))).split(_EXACT_TERMS, dim=1)
+        self.x_float = empty_floats(step, K)
+        self.w_floats = _floats(self.w_q, empty_floats(M, K)).split(_EXACT_TERMS, dim=1)
         # Two exact halves add up to what their integer sum rounds to; more than two go through int32.
-        self.part = torch.empty((step, M)) if len(self.w_floats) > 1 else None
+        self.part = empty_floats(step, M) if len(self.w_floats) > 1 else None
         self.total = torch.empty((step, M), dtype=torch.int32) if len(self.w_floats) > 2 else None
 
     def of(self, rows: slice, out: Tensor) -> Tensor | None:
@@ -149,7 +149,7 @@ def matmul(
 ) -> Tensor:
     """``y = x w^T + bias`` and its activation from int8 operands: [N, K], [M, K] -> [N, M]."""
     (N, K), M = x_q.shape, w_q.shape[0]
-    out = torch.empty((N, M))
+    out = empty_floats(N, M)
     if out.numel() == 0:
         return out.to(out_dtype)
     chunks = list(_chunks(N, max(K, M)))
@@ -181,11 +181,11 @@ def matmul_requantize(
 ) -> tuple[Tensor, Tensor]:
     """``x w^T`` rounded to int8 rows while a chunk of it is in cache: codes [N, M], scale [N]."""
     (N, K), M = x_q.shape, w_q.shape[0]
-    codes, scale = empty_codes(N, M), torch.empty((N,))
+    codes, scale = empty_codes(N, M), empty_floats(N)
     if codes.numel() == 0:
         return codes, scale.zero_()
     chunks = list(_chunks(N, max(K, M)))
-    product, buffer = _Product(x_q, w_q, chunks[0].stop), torch.empty((chunks[0].stop, M))
+    product, buffer = _Product(x_q, w_q, chunks[0].stop), empty_floats(chunks[0].stop, M)
     x_scale, w_scale = _vector(x_scale), _vector(w_scale)
     rule = (seed, stream_key(stream), (1 << (bits - 1)) - 1)
     for rows in chunks:
@@ -233,19 +233,19 @@ def quantize_matmul_requantize(
 def matmul_dw(g_q: Tensor, g_scale: Tensor, x_q: Tensor, x_scale: Tensor) -> Tensor:
     """``dw = g^T x`` with the row scales of both folded into ``g``: [N, M], [N, K] -> fp32 [M, K]."""
     (N, M), K = g_q.shape, x_q.shape[1]
-    out = torch.zeros((M, K))
+    out = torch.zeros((M, K), dtype=torch.float32)
     if out.numel() == 0 or N == 0:
         return out
     g_q, x_q = rows_of(g_q, torch.int8), rows_of(x_q, torch.int8)
     factor = (g_scale * x_scale).float().expand(N).contiguous()
     if _dw_route(g_q, g_scale, x_q, x_scale) == _NONZEROS:
-        partial, scaled = torch.zeros((PARTS, K, M)), torch.empty((PARTS, M))
+        partial, scaled = torch.zeros((PARTS, K, M), dtype=torch.float32), empty_floats(PARTS, M)
         found = torch.empty((PARTS, K), dtype=torch.int32)
         operands = (partial, found, scaled, g_q, factor, x_q, N, M, K, g_q.stride(0), x_q.stride(0), PARTS)
         launch("qgnn_matmul_dw_nonzeros", *operands)
         return partial.sum(0).t().contiguous()
     chunks = list(_chunks(N, max(K, M)))
-    g_float, x_float = torch.empty((chunks[0].stop, M)), torch.empty((chunks[0].stop, K))
+    g_float, x_float = empty_floats(chunks[0].stop, M), empty_floats(chunks[0].stop, K)
     for rows in chunks:
         out.addmm_(_floats(g_q[rows], g_float, factor[rows]).t(), _floats(x_q[rows], x_float))
     return out

@@ -11,7 +11,7 @@ Oracle: qgnn.reference.matmul_shared
 from functools import cache
 
 import torch
-from qgnn.kernels.cpu.library import PARTS, launch, rows_of
+from qgnn.kernels.cpu.library import PARTS, empty_floats, launch, rows_of
 from torch import Tensor
 
 _TILE, _ROWS, _ALIGN = 16, 6, 4  # as in matmul_shared.c
@@ -30,7 +30,7 @@ def matmul_shared(
 ) -> Tensor:
     """``y = x w^T + bias``; the parameters are those of :func:`qgnn.reference.matmul_shared`."""
     (N, K), M = x_q.shape, w_q.shape[0]
-    out = torch.empty((N, M))
+    out = empty_floats(N, M)
     if out.numel() == 0:
         return out.to(out_dtype)
     x_q, w_q = rows_of(x_q, torch.int8), rows_of(w_q, torch.int8)
@@ -41,7 +41,7 @@ def matmul_shared(
     packed = torch.empty((tiles, blocks, width, _TILE, code_bytes), dtype=torch.uint8)
     scratch = torch.empty((parts, blocks, _ROWS, 4 + width * code_bytes), dtype=torch.uint8)
     offset = torch.empty((tiles, blocks, _TILE), dtype=torch.int32)
-    factor, last = torch.empty((tiles, blocks, _TILE)), torch.empty((tiles, _TILE))
+    factor, last = empty_floats(tiles, blocks, _TILE), empty_floats(tiles, _TILE)
     strides = (w_q.stride(0), w_exponent.stride(0))
     sizes = (block_size, fraction_bits)
     arranged = (packed, offset, factor, last)

@@ -11,7 +11,7 @@ Oracle: qgnn.reference.quantize, quantize_grad
 
 import torch
 from qgnn.kernels.cpu.activation import activation_backward
-from qgnn.kernels.cpu.library import PARTS, empty_codes, launch, rows_of, stream_key
+from qgnn.kernels.cpu.library import PARTS, empty_codes, empty_floats, launch, rows_of, stream_key
 from torch import Tensor
 
 
@@ -32,8 +32,8 @@ def quantize(
     else:
         scale_shape = (1,) if granularity == "tensor" else (N,)
     if x.numel() == 0:
-        return codes, torch.zeros(scale_shape)
-    scale = torch.empty(scale_shape)
+        return codes, torch.zeros(scale_shape, dtype=torch.float32)
+    scale = empty_floats(*scale_shape)
     x = rows_of(x, torch.float32)
     operands = (codes, scale, x, seed, stream_key(stream), (1 << (bits - 1)) - 1, N, F, x.stride(0))
     if granularity == "tensor":
@@ -62,9 +62,9 @@ def quantize_grad(
             wide, _ = activation_backward(wide, mask, factor=factor)
         codes, scale = quantize(wide, bits=bits, granularity=granularity, seed=seed, stream=stream)
         return codes, scale, wide.sum(0) if sum_columns else None
-    codes, scale = empty_codes(N, F), torch.empty(N)
-    sums = torch.empty((PARTS, F)) if sum_columns else None
-    rows, work = rows_of(grad, torch.float32), torch.empty((PARTS, F))
+    codes, scale = empty_codes(N, F), empty_floats(N)
+    sums = empty_floats(PARTS, F) if sum_columns else None
+    rows, work = rows_of(grad, torch.float32), empty_floats(PARTS, F)
     rule = (seed, stream_key(stream), (1 << (bits - 1)) - 1)
     sizes = (N, F, rows.stride(0), PARTS)
     launch("qgnn_quantize_grad", codes, scale, sums, work, rows, mask, float(factor), *rule, *sizes)

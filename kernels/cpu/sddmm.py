@@ -8,7 +8,7 @@ Oracle: qgnn.reference.sddmm
 """
 
 import torch
-from qgnn.kernels.cpu.library import launch, rows_of
+from qgnn.kernels.cpu.library import empty_floats, launch, rows_of
 from torch import Tensor
 
 
@@ -42,7 +42,7 @@ def sddmm(
     N, F = x_target.shape
     E = index.numel()
     is_dot = op == "dot"
-    out = torch.empty((E, heads) if is_dot else (E, F))
+    out = empty_floats(E, heads if is_dot else F)
     if out.numel():
         dtype = torch.int8 if x_target.dtype == torch.int8 else torch.float32
         target, source = rows_of(x_target, dtype), rows_of(x_source, dtype)

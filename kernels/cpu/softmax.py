@@ -8,7 +8,7 @@ Oracle: qgnn.reference.softmax, softmax_backward, attention_scores, attention_sc
 """
 
 import torch
-from qgnn.kernels.cpu.library import launch
+from qgnn.kernels.cpu.library import empty_floats, launch
 from torch import Tensor
 
 
@@ -19,7 +19,7 @@ def _matrix(x: Tensor) -> Tensor:
 def softmax(indptr: Tensor, scores: Tensor) -> Tensor:
     """Softmax of ``scores`` [E, H] over the edges of each row; parameters as of the reference."""
     score = _matrix(scores)
-    out = torch.empty(tuple(score.shape))
+    out = empty_floats(*score.shape)
     if out.numel():
         indptr = indptr.contiguous()
         launch("qgnn_softmax_rows", out, indptr, indptr.dtype == torch.int64, score, len(indptr) - 1, score.shape[1])
@@ -29,7 +29,7 @@ def softmax(indptr: Tensor, scores: Tensor) -> Tensor:
 def softmax_backward(indptr: Tensor, out: Tensor, grad: Tensor) -> Tensor:
     """Gradient of the scores, [E, H]; parameters as of the reference."""
     operands = _matrix(out), _matrix(grad)
-    dx = torch.empty(tuple(grad.shape))
+    dx = empty_floats(*grad.shape)
     if dx.numel():
         indptr = indptr.contiguous()
         sizes = len(indptr) - 1, grad.shape[1]
@@ -42,7 +42,7 @@ def attention_scores(
 ) -> Tensor:
     """Attention weights [E, H] in CSR order; parameters as of the reference."""
     N, H = score_target.shape
-    out = torch.empty((index.numel(), H))
+    out = empty_floats(index.numel(), H)
     if out.numel():
         indptr, index = indptr.contiguous(), index.to(indptr.dtype).contiguous()
         scores = _matrix(score_target), _matrix(score_source)
@@ -67,7 +67,7 @@ def attention_scores_backward(
     (N, H), S = score_target.shape, score_source.shape[0]
     if index.numel() * H == 0:
         return torch.zeros_like(score_target), torch.zeros_like(score_source)
-    edge_grad, d_target, d_source = torch.empty((index.numel(), H)), torch.empty((N, H)), torch.empty((S, H))
+    edge_grad, d_target, d_source = empty_floats(index.numel(), H), empty_floats(N, H), empty_floats(S, H)
     indptr, indptr_t = indptr.contiguous(), indptr_t.contiguous()
     index, order_t = index.to(indptr.dtype).contiguous(), order_t.to(indptr_t.dtype).contiguous()
     operands = _matrix(out), _matrix(grad), _matrix(score_target), _matrix(score_source)

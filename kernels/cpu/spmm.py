@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from qgnn.kernels.cpu.epilogue import activate, activation_arguments
-from qgnn.kernels.cpu.library import empty_codes, launch, rows_of, stream_key
+from qgnn.kernels.cpu.library import empty_codes, empty_floats, launch, rows_of, stream_key
 from qgnn.kernels.cpu.quantize import quantize
 from torch import Tensor
 
@@ -61,7 +61,7 @@ def spmm(
         out = _spmm_heads(indptr, index, x, weight, x_scale, row_factor, bias)
         activate(out, activation)
         return out.to(out_dtype)
-    out = torch.empty((N, F))
+    out = empty_floats(N, F)
     if out.numel() == 0:
         return out.to(out_dtype)
     indptr, index = _graph(indptr, index)
@@ -108,8 +108,8 @@ def spmm_requantize(
         out = spmm(indptr, index, x, weight=weight, x_scale=x_scale, row_factor=row_factor, out_dtype=torch.float32)
         return quantize(out, bits=bits, seed=seed, stream=stream)
     if N * F == 0:
-        return torch.empty((N, F), dtype=torch.int8), torch.zeros(N)
-    codes, scale = empty_codes(N, F), torch.empty(N)
+        return torch.empty((N, F), dtype=torch.int8), torch.zeros(N, dtype=torch.float32)
+    codes, scale = empty_codes(N, F), empty_floats(N)
     indptr, index = _graph(indptr, index)
     rows, x_scale = _rows(x), _floats(x_scale)
     operands = (rows, _floats(weight), x_scale, _floats(row_factor), seed, stream_key(stream), (1 << (bits - 1)) - 1)
@@ -131,7 +131,7 @@ def spmm_extremum(
     out_dtype = x.dtype if x.is_floating_point() else torch.float32
     arg_dtype = index.dtype
     indptr, index = _graph(indptr, index)
-    out, arg = torch.empty((N, F)), torch.empty((N, F), dtype=index.dtype)
+    out, arg = empty_floats(N, F), torch.empty((N, F), dtype=index.dtype)
     if out.numel() == 0:
         return out.to(out_dtype), arg.to(arg_dtype)
     rows, x_scale = _rows(x), _floats(x_scale)
@@ -145,7 +145,7 @@ def spmm_extremum_dx(
 ) -> Tensor:
     """Gradient ``[S, F]`` of the rows that :func:`spmm_extremum` chose from; threads share the work by columns."""
     N, F = grad.shape
-    dx = torch.zeros((num_sources, F))
+    dx = torch.zeros((num_sources, F), dtype=torch.float32)
     rows, arg = grad.detach().float().contiguous(), arg.contiguous()
     index, is_wide = index.to(arg.dtype).contiguous(), arg.dtype == torch.int64
     launch("qgnn_spmm_extremum_dx", dx, index, rows, arg, _floats(weight), N, F, is_wide)

@@ -107,14 +107,14 @@ def backends() -> dict[str, dict[str, dict[str, Any]]]:
 def probe(device: str) -> dict[str, str]:
     """Run each op once on a graph of four nodes, and see from the trace which backend served it."""
     edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]], device=device)
-    x = torch.ones(4, 16, device=device, requires_grad=True)
-    weight = torch.ones(16, 16, device=device, requires_grad=True)
-    edge_weight = torch.ones(4, device=device, requires_grad=True)
+    x = torch.ones(4, 16, dtype=torch.float32, device=device, requires_grad=True)
+    weight = torch.ones(16, 16, dtype=torch.float32, device=device, requires_grad=True)
+    edge_weight = torch.ones(4, dtype=torch.float32, device=device, requires_grad=True)
     with trace(error=False) as record:
         functional.quantize(x.detach(), QConfig())
         functional.graph_linear(edge_index, x, weight, edge_weight=edge_weight, config=QConfig()).sum().backward()
         functional.edge_softmax(edge_index, edge_weight.detach())
-        rows, scores = x.detach().unsqueeze(1), torch.ones(4, 1, device=device)
+        rows, scores = x.detach().unsqueeze(1), torch.ones(4, 1, dtype=torch.float32, device=device)
         functional.attention(edge_index, rows, scores, scores, config=QConfig())
         ops.blocks_pack(x.detach(), None, 2, 64, torch.float32, None, 0, None)
     return {name.partition(".")[0]: op["backend"] for name, op in record.ops.items()}

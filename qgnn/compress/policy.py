@@ -75,12 +75,16 @@ def _is_square(args: Call, kwargs: dict[str, Any]) -> bool:
     return isinstance(exponent, (int, float)) and exponent == 2
 
 
+def _either(condition: Tensor, value: float, other: float) -> Tensor:
+    return torch.full_like(condition, other, dtype=torch.float32).masked_fill_(condition, value)
+
+
 def _positive(saved: Tensor, args: Call, kwargs: dict[str, Any]) -> Tensor:
-    return torch.where(saved > 0, 1.0, -1.0)
+    return _either(saved > 0, 1.0, -1.0)
 
 
 def _passes(saved: Tensor, args: Call, kwargs: dict[str, Any]) -> Tensor:
-    return torch.where(saved <= 0, 0.0, 1.0)  # ReLU lets the gradient of NaN through, leaky ReLU does not
+    return _either(saved <= 0, 0.0, 1.0)  # ReLU lets the gradient of NaN through, leaky ReLU does not
 
 
 def _range(args: Call, kwargs: dict[str, Any]) -> tuple[float, float]:
@@ -94,7 +98,7 @@ def _is_bounded(args: Call, kwargs: dict[str, Any]) -> bool:
 def _inside(saved: Tensor, args: Call, kwargs: dict[str, Any]) -> Tensor:
     """Of hardtanh: the middle of its range, or a value beyond it, by far more than a rounding."""
     low, high = _range(args, kwargs)
-    return torch.where((saved > low) & (saved < high), (low + high) / 2, 2 * high - low)
+    return _either((saved > low) & (saved < high), (low + high) / 2, 2 * high - low)
 
 
 def _inside_6(saved: Tensor, args: Call, kwargs: dict[str, Any]) -> Tensor:

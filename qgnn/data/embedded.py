@@ -43,7 +43,7 @@ def read_archive(path: str | os.PathLike[str]) -> Data:
 
     N, F = (int(size) for size in arrays["attr_shape"])
     node = np.repeat(np.arange(N), np.diff(arrays["attr_indptr"]))
-    x = torch.zeros(N, F)
+    x = torch.zeros(N, F, dtype=torch.float32)
     x[torch.from_numpy(node), torch.from_numpy(arrays["attr_indices"].astype(np.int64))] = 1.0
 
     # Stored is the upper triangle; sorting the keys of both directions gives the order of PyG's `coalesce`.

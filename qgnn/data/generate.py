@@ -88,7 +88,7 @@ def synthetic(like: str = "arxiv", scale: float = 1.0, seed: int = 0) -> Data:
     edge_index = torch.stack([key // N, key % N])
 
     x = draw_features(group, shape.num_classes, shape.num_features, generator)
-    relabeled = torch.rand(N, generator=generator) < LABEL_NOISE
+    relabeled = torch.rand(N, generator=generator, dtype=torch.float32) < LABEL_NOISE
     y = torch.where(relabeled, torch.randint(shape.num_classes, (N,), generator=generator), group)
 
     data = Data(x=x, edge_index=edge_index, y=y)
@@ -112,9 +112,9 @@ def draw_classes(N: int, num_classes: int, generator: torch.Generator) -> Tensor
 
 def draw_features(group: Tensor, num_classes: int, F: int, generator: torch.Generator) -> Tensor:
     """Class mean plus unit Gaussian noise, [N, F]; two means are about CLASS_DISTANCE apart."""
-    x = torch.randn(len(group), F, generator=generator)
-    mean = torch.randn(num_classes, F, generator=generator) * (CLASS_DISTANCE / math.sqrt(2 * F))
-    return x.add_(mean[group])
+    x = torch.randn(len(group), F, generator=generator, dtype=torch.float32)
+    mean = torch.randn(num_classes, F, generator=generator, dtype=torch.float32)
+    return x.add_(mean.mul_(CLASS_DISTANCE / math.sqrt(2 * F))[group])
 
 
 def draw_pairs(
@@ -142,7 +142,7 @@ def draw_pairs(
         first = pick(torch.rand(draws, generator=generator, dtype=torch.float64) * end[-1])
         u = torch.rand(draws, generator=generator, dtype=torch.float64)
         c = group_at[first]
-        inside = torch.rand(draws, generator=generator) < homophily
+        inside = torch.rand(draws, generator=generator, dtype=torch.float32) < homophily
         second = pick(torch.where(inside, torch.lerp(lower[c], upper[c], u), u * end[-1]))
         a, b = order[first], order[second]
         new = (torch.minimum(a, b) * N + torch.maximum(a, b))[a != b]

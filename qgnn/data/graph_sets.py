@@ -56,7 +56,7 @@ class OneHotDegree(BaseTransform):
     def forward(self, data: Data) -> Data:
         """Add ``x``."""
         degrees = degree(data.edge_index[1], data.num_nodes, dtype=torch.long)
-        data.x = one_hot(degrees.clamp(max=self.max_degree), self.max_degree + 1)
+        data.x = one_hot(degrees.clamp(max=self.max_degree), self.max_degree + 1, dtype=torch.float32)
         return data
 
 
@@ -67,11 +67,11 @@ class OneHotAtoms(BaseTransform):
     def __init__(self) -> None:
         sizes = [len(values) for values in x_map.values()]
         self.width = sum(sizes)
-        self.first = torch.tensor([0, *sizes[:-1]]).cumsum(0)  # column of each category
+        self.first = torch.tensor([0, *sizes[:-1]], dtype=torch.long).cumsum(0)  # column of each category
 
     def forward(self, data: Data) -> Data:
         """Change ``x`` and ``y``."""
-        data.x = torch.zeros(len(data.x), self.width).scatter_(1, data.x + self.first, 1.0)
+        data.x = torch.zeros(len(data.x), self.width, dtype=torch.float32).scatter_(1, data.x + self.first, 1.0)
         data.y = data.y.view(1)
         return data
 
@@ -121,13 +121,15 @@ def load_graphs(name: str, root: str | os.PathLike[str] | None = None) -> GraphS
     folder = Path(default_root() if root is None else root).expanduser()
     dataset = load_entry(wanted, GRAPH_ENTRIES[wanted], folder)
     if dataset.num_node_features == 0:
-        largest = max((int(degree(data.edge_index[1]).max()) for data in dataset if data.num_edges), default=0)
+        largest = max(
+            (int(degree(data.edge_index[1], dtype=torch.long).max()) for data in dataset if data.num_edges), default=0
+        )
         dataset.transform = OneHotDegree(min(largest, MAX_DEGREE))
     metric = metric_of(wanted)
     if metric is None:
         return GraphSet(dataset, *draw_graph_split(dataset.y))
     dataset.transform = OneHotAtoms()
-    return GraphSet(dataset, *draw_graph_split(torch.zeros(len(dataset))), metric)
+    return GraphSet(dataset, *draw_graph_split(torch.zeros(len(dataset), dtype=torch.long)), metric)
 
 
 def draw_graph_split(y: Tensor, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -143,7 +143,7 @@ def _best_start(level: Level, num_parts: int, capacity: int) -> Tensor:
 def _grown(level: Level, num_parts: int, order: Tensor) -> Tensor:
     """Parts that grow one after the other, each from the first node in ``order`` that is left, by the node that has the
     most edges into it; the last part takes the rest."""
-    parts = torch.full((level.num_nodes,), num_parts - 1)
+    parts = torch.full((level.num_nodes,), num_parts - 1, dtype=torch.int64)
     priority = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)).flip(0))
     start = torch.searchsorted(level.source, torch.arange(level.num_nodes + 1)).tolist()
     left, total = torch.ones(level.num_nodes, dtype=torch.bool), int(level.size.sum())

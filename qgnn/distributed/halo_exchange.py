@@ -97,7 +97,7 @@ class HaloExchange:
 
     def _least(self, number: int) -> int:
         """The least of the numbers of all processes."""
-        numbers = torch.tensor(number, device=self.boundary.device)
+        numbers = torch.tensor(number, dtype=torch.int64, device=self.boundary.device)
         dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self.process_group)
         return int(numbers)
 

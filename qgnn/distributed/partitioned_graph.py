@@ -246,7 +246,7 @@ def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def _gathered(numbers: tuple[int, ...], group: dist.ProcessGroup) -> list[list[int]]:
     """What each process has of these."""
-    own = torch.tensor(numbers, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    own = torch.tensor(numbers, dtype=torch.int64, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, own, group=group)
     return [other.tolist() for other in found]

@@ -57,7 +57,7 @@ def keeps(num_edges: int, heads: int, dropout: Activation | None) -> Tensor | No
     seed = stream_seed(dropout.seed, dropout.stream)
     assert seed is not None
     keep = random_bits16(0, num_edges, heads, seed) >= dropout.threshold
-    return keep * dropout.factor
+    return keep.float() * dropout.factor
 
 
 def dropped(p: Tensor, dropout: Activation | None) -> Tensor:

@@ -14,7 +14,8 @@ from qgnn.reference.dense import quantize
 
 with warnings.catch_warnings():  # torch says once a process that CSR tensors are in beta; users of qgnn never see one
     warnings.simplefilter("ignore")
-    torch.sparse_csr_tensor(torch.tensor([0, 0]), torch.tensor([], dtype=torch.int64), torch.tensor([]), size=(1, 1))
+    _none = torch.empty(0, dtype=torch.int64)
+    torch.sparse_csr_tensor(torch.tensor([0, 0]), _none, _none, size=(1, 1))
 
 
 def _sparse_matrix(indptr: Tensor, index: Tensor, value: Tensor, num_columns: int) -> Tensor:
