@@ -98,12 +98,12 @@ def train(options: argparse.Namespace, processes: Processes = ALONE) -> None:
         "sampling": None if sampling is None else asdict(sampling),
         "runs": runs,
     }
+    if options.json is not None:
+        write_json(Path(options.json), result)
     caption = report.caption(options.dataset, options.model, task, recipe, device)
     if gradients is not None:
         caption += f"; processes: {processes.size}, gradients: {gradients}"
     Console().print(report.table(runs, caption, task.metric))
-    if options.json is not None:
-        write_json(Path(options.json), result)
     if options.plot is not None:
         write_plot(Path(options.plot), result)
 

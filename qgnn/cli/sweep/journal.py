@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from qgnn.cli.errors import UsageError
+from qgnn.cli.report import jsonable
 from qgnn.data.disk import sync
 
 START, RUN = "start", "run"  # kinds of lines
@@ -83,8 +84,8 @@ class Journal:
         Raises:
             UsageError: If there is no space, or the disk fails; the journal is then as it was before.
         """
-        line = {"kind": kind, **fields}
-        data = json.dumps(line).encode() + b"\n"
+        line = jsonable({"kind": kind, **fields})
+        data = json.dumps(line, allow_nan=False).encode() + b"\n"
         size = os.fstat(self._file).st_size
         try:
             if os.write(self._file, data) < len(data):
@@ -163,10 +164,10 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 
 def _is_result(result: Any) -> bool:
     """Whether it is what a run measures, as far as tables need it."""
-    if not isinstance(result, dict) or not _is_number(result.get("test_acc")):
+    if not isinstance(result, dict) or "test_acc" not in result:
         return False
-    bits, widths = result.get("mean_bits"), result.get("widths")
-    return (bits is None or _is_number(bits)) and (
+    score, bits, widths = (result.get(name) for name in ("test_acc", "mean_bits", "widths"))
+    return all(value is None or _is_number(value) for value in (score, bits)) and (
         widths is None or (isinstance(widths, list) and all(map(_is_number, widths)))
     )
 
