@@ -1,12 +1,14 @@
 """``qgnn train``: check everything first, then train each precision with each seed, then report."""
 
 import argparse
+import contextlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console
@@ -29,6 +31,7 @@ from qgnn.cli.training import Training
 from qgnn.cli.values import SEED
 from qgnn.data import DatasetError, GraphSet, load, load_graphs
 from qgnn.data.datasets import GRAPH_ENTRIES, key, metric_of
+from qgnn.data.disk import replace_file
 
 
 def train(options: argparse.Namespace, processes: Processes = ALONE) -> None:
@@ -321,8 +324,25 @@ def check_writable(flag: str, path: Path) -> None:
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Write the result as JSON."""
+    """Write the result as JSON: a file of its own whole or not at all, what else there is as it comes."""
+    text = report.to_json(result)
     try:
-        path.write_text(report.to_json(result), encoding="utf-8")
+        for stream in (sys.stdout, sys.stderr):
+            if _is_file_of(stream, path):  # perhaps a regular one, which the stream goes on to write
+                print(text, end="", file=stream, flush=True)
+                return
+        target = path.resolve()
+        is_replaceable = target.is_file() and os.access(target.parent, os.W_OK)
+        if target.exists() and not is_replaceable:  # a pipe, a device, a file that is its user's but not its folder
+            path.write_text(text, encoding="utf-8")
+        else:
+            replace_file(target, text.encode())
     except OSError as error:
         raise UsageError(f"--json: {str(path)!r} could not be written after training ({error.strerror})") from error
+
+
+def _is_file_of(stream: TextIO, path: Path) -> bool:
+    """Whether the path is what a stream of this process writes to, as ``/dev/stdout`` is."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no such file yet, or none behind the stream
+        return os.path.samestat(path.stat(), os.fstat(stream.fileno()))
+    return False

@@ -32,12 +32,16 @@ def load_whole(file: BinaryIO) -> Any:
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file whole: whatever ends this process, the path holds the old content or the new one.
 
-    What is being written is beside it, with ``.part`` behind its name.
+    What is being written is beside it, with ``.part`` behind its name; an error leaves none of it.
     """
     part = path.with_name(f"{path.name}.part")
-    part.write_bytes(content)
-    sync(part)
-    part.replace(path)
+    try:
+        part.write_bytes(content)
+        sync(part)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 
