@@ -27,8 +27,8 @@ def until(records: Sequence[Record], stamp: "Stamp", end: "Stamp") -> list[Recor
 
 def finished(results: Path, suite: str, stamp: "Stamp") -> set[tuple[str, str]]:
     """Cases and passes of a suite that this machine, commit and these versions have measured, each provider's last time
-    with success; none where the code differs from the commit."""
-    if stamp.commit is None or stamp.dirty:
+    with success; none unless the code is known to be that of the commit."""
+    if stamp.commit is None or stamp.dirty is not False:
         return set()
     origin = (stamp.machine, suite, stamp.commit, False, stamp.versions)
     ok = {

@@ -73,6 +73,8 @@ def test_rows_and_panels_compare_with_the_baseline_of_the_same_seed() -> None:
     rows = rows_of(runs, lines)
     assert [row["status"] for row in rows] == [DONE] * 5 + [FAILED, DONE]
     assert (rows[5]["error"], rows[5]["commit"], rows[0]["commit"]) == ("E: no", "c+", "c")
+    lines[runs[0].key] |= {"dirty": None}
+    assert rows_of(runs, lines)[0]["commit"] == "c?", "git did not tell"
     assert Cell((80.0, 82.0), ()).text(2) == "81.00 ± 1.41"
 
 

@@ -50,7 +50,7 @@ def rows_of(runs: Sequence[RunSpec], recorded: dict[str, Row]) -> list[Row]:
             row = {**run.fields, **dict(run.recipe), **result, "status": line["status"], "error": line.get("error")}
             row |= {name: or_nan(result[name]) for name in ("test_acc", "final_loss") if name in result}
             row["widths"] = lengths(result.get("widths") or ())
-            row["commit"] = line["commit"] and line["commit"] + "+" * bool(line["dirty"])
+            row["commit"] = line["commit"] and line["commit"] + {True: "+", False: "", None: "?"}[line["dirty"]]
             rows.append({name: row.get(name) for name in columns})
     return rows
 
