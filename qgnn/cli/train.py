@@ -33,6 +33,9 @@ from qgnn.data import DatasetError, GraphSet, load, load_graphs
 from qgnn.data.datasets import GRAPH_ENTRIES, key, metric_of
 from qgnn.data.disk import replace_file
 
+# On a CPU torch has no error type of its own for this, nor for more bytes than can be counted.
+NO_MEMORY = ("can't allocate memory", "Storage size calculation overflowed")
+
 
 def train(options: argparse.Namespace, processes: Processes = ALONE) -> None:
     """Run the command.
@@ -73,8 +76,9 @@ def train(options: argparse.Namespace, processes: Processes = ALONE) -> None:
             processes.agree(lambda: checkpoint.load(saved))
         runs = train_all(task, schemes, options, recipe, device, checkpoint, processes)
     except (RuntimeError, MemoryError) as error:
-        # On a CPU torch has no error type of its own for this.
-        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in str(error):
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not any(
+            message in str(error) for message in NO_MEMORY
+        ):
             raise
         raise UsageError(
             f"not enough memory on {device.type} to train on {options.dataset} with {recipe.hidden} hidden channels; "
