@@ -14,9 +14,9 @@ from torch_geometric.data import Data
 
 import soak_files
 from cli_processes import TRAIN, assert_equal, runs_of, tiny_graph
-from qgnn.cli import main, provenance
+from qgnn.cli import main, measure, provenance
 from qgnn.cli import train as train_module
-from qgnn.cli.checkpoint import KEYS, VERSION, read_checkpoint
+from qgnn.cli.checkpoint import KEYS, VERSION, Checkpoint, read_checkpoint
 from qgnn.cli.errors import UsageError
 from qgnn.cli.training import Training
 from qgnn.data import disk
@@ -151,6 +151,26 @@ def test_the_result_tells_of_both_parts(
     assert qgnn_train(*resume) == 0
     result = json.loads((tmp_path / "part.json").read_text())
     assert (result["utc"], result["commit"], result["dirty"]) == (start["utc"], start["stamp"]["commit"], True)
+
+
+def test_the_peak_of_memory_is_that_of_both_parts(
+    qgnn_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The larger one, also behind the last epoch, and none if either is unknown."""
+    peaks: list[float | None] = []
+    monkeypatch.setattr(measure, "peak_bytes", lambda device: peaks[0] and peaks[0] * measure.MIB)
+    for number, (before, behind, expected) in enumerate([(901, 423, 901), (423, 901, 901), (None, 423, None)]):
+        path, out = tmp_path / f"{number}.pt", tmp_path / "out.json"
+        arguments = ("--seeds", "1", "--precision", "fp32", "--checkpoint", str(path), "--json", str(out))
+        peaks[:] = [before]
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpoint, "end", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            assert qgnn_train(*arguments) == 130
+        peaks[:] = [behind]
+        with epochs() as seen:
+            assert qgnn_train(*arguments, "--resume") == 0
+        assert seen == []
+        assert json.loads(out.read_text())["runs"][0]["peak_mib"] == expected
 
 
 def error_of(code: int, capsys: pytest.CaptureFixture[str]) -> str:
