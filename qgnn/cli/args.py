@@ -214,7 +214,8 @@ def _add_train(commands: Any) -> None:
     saved.add_argument(
         "--checkpoint",
         metavar="FILE",
-        help="write all there is to know, behind an epoch, to FILE, which is replaced as a whole",
+        help="write all there is to know, behind an epoch, to FILE, which is replaced as a whole, and is this "
+        "command's alone while FILE.lock is locked",
     )
     saved.add_argument(
         "--checkpoint-every", type=at_least(1), metavar="N", help="epochs from one to the next (default: 1)"

@@ -1,7 +1,9 @@
 """What survives a power failure, and files that are read whole or not at all."""
 
+import contextlib
 import os
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,6 +45,44 @@ def replace_file(path: Path, content: bytes) -> None:
         part.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def lock(descriptor: int) -> None:
+    """Lock an open file or folder until it is closed; where there are no such locks, as under Windows, do nothing.
+
+    Raises:
+        BlockingIOError: If it is open and locked elsewhere.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Within the block no other process is in one of the same path, where an empty file is, and is gone behind it.
+
+    Raises:
+        BlockingIOError: If another process is.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            lock(descriptor)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    break
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # its last owner removed it between our opening and locking it
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is locked, so that it is nobody else's
+        os.close(descriptor)
 
 
 def sync(path: Path) -> None:

@@ -173,6 +173,55 @@ def test_the_peak_of_memory_is_that_of_both_parts(
         assert json.loads(out.read_text())["runs"][0]["peak_mib"] == expected
 
 
+def test_two_trainings_do_not_write_one_file(
+    qgnn_train: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one ends before it reads or writes it; when the first has ended, no lock is left."""
+    path = tmp_path / "a.pt"
+    arguments = ("--seeds", "1", "--precision", "fp32", "--checkpoint", str(path))
+    run_epoch, messages = Training.run_epoch, []
+
+    def disturbed(training: Training) -> None:
+        run_epoch(training)
+        if not messages:
+            other = train_module.read_checkpoint
+            monkeypatch.setattr(train_module, "read_checkpoint", lambda _: pytest.fail("read"))
+            messages.append(error_of(qgnn_train(*arguments, "--resume"), capsys))
+            monkeypatch.setattr(train_module, "read_checkpoint", other)
+            assert not path.exists()
+
+    monkeypatch.setattr(Training, "run_epoch", disturbed)
+    assert qgnn_train(*arguments) == 0
+    assert f"--checkpoint: another qgnn train is writing {str(path)!r}; wait for it, or give" in messages[0]
+    assert list(tmp_path.iterdir()) == [path]
+    assert qgnn_train(*arguments, "--resume") == 0
+
+
+def test_a_lock_that_a_kill_left_behind_is_none(qgnn_train: Train, tmp_path: Path) -> None:
+    (tmp_path / "a.pt.lock").touch()
+    assert qgnn_train("--seeds", "1", "--precision", "fp32", "--checkpoint", str(tmp_path / "a.pt")) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_a_lock_that_its_owner_removes_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its opening and its locking by the next one, which else would hold what a third does not see."""
+    path, lock, opened = tmp_path / "lock", disk.lock, []
+
+    def late(descriptor: int) -> None:
+        if not opened:
+            path.unlink()
+        opened.append(descriptor)
+        lock(descriptor)
+
+    monkeypatch.setattr(disk, "lock", late)
+    with disk.locked(path):
+        assert len(opened) == 2
+        with pytest.raises(BlockingIOError), disk.locked(path):
+            pass
+        assert path.exists()
+    assert not path.exists()
+
+
 def error_of(code: int, capsys: pytest.CaptureFixture[str]) -> str:
     """The line on standard error of a command that the user has to change."""
     assert code == 2

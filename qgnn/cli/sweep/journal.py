@@ -6,7 +6,6 @@ the next run is recorded. So a kill can only tear the last line, which the next 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from qgnn.cli.errors import UsageError
 from qgnn.cli.report import jsonable
-from qgnn.data.disk import sync
+from qgnn.data.disk import lock, sync
 
 START, RUN = "start", "run"  # kinds of lines
 DONE, FAILED = "done", "failed"  # how a run ended
@@ -52,7 +51,7 @@ class Journal:
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._file)
         except OSError as error:
             raise UsageError(
                 f"another sweep is writing the journal {str(self.path)!r}; wait for it, or give another --results"
