@@ -109,8 +109,10 @@ def shown(command: str) -> str:
 
 
 def commit_of(record: Record) -> str:
-    """The commit in short, and whether the code differed from it."""
-    return f"{(record['commit'] or 'unknown')[:12]}{' (modified)' if record.get('dirty') else ''}"
+    """The commit in short, and whether the code differed from it, or might have."""
+    if record["commit"] is None:
+        return "unknown"
+    return record["commit"][:12] + {True: " (modified)", False: "", None: " (perhaps modified)"}[record["dirty"]]
 
 
 def _commits(groups: Sequence[Sequence[Record]]) -> str:

@@ -297,6 +297,10 @@ def test_a_checkout_knows_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert provenance.commit() == (head, False)
     (tmp_path / "new.py").touch()
     assert provenance.commit() == (head, True)
+    index = tmp_path / ".git" / "index"
+    index.write_bytes(b"no index")
+    assert provenance.commit() == (head, None), "git status fails, which says nothing"
+    index.unlink()
     (tmp_path / "site-packages").mkdir()
     monkeypatch.setattr(provenance, "ROOT", tmp_path / "site-packages")  # a package installed inside the checkout
     assert provenance.commit() == (None, None)

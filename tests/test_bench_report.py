@@ -222,6 +222,7 @@ def test_provenance_names_the_suites_of_each_commit() -> None:
     one = summary.provenance([group("spmm", "a" * 40), group("matmul", "a" * 40)])
     assert one == "Some CPU, 2 threads; commit aaaaaaaaaaaa; torch 2.0"
     groups = [group("spmm", "a" * 40), group("matmul", "a" * 40), group("matmul", "b" * 40, dirty=True)]
+    assert summary.commit_of(groups[0][0] | {"dirty": None}) == "aaaaaaaaaaaa (perhaps modified)"
     several = summary.provenance([*groups, group("blocks", None)])
     commits = "aaaaaaaaaaaa (spmm, matmul in part), bbbbbbbbbbbb (modified) (matmul in part), unknown (blocks)"
     assert several == f"Some CPU, 2 threads; commits {commits}; torch 2.0"

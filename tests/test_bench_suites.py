@@ -327,6 +327,7 @@ def test_a_run_goes_on_where_one_of_the_same_commit_ended(tmp_path: Path, monkey
     assert measured(first) == whole
     assert measured(second, "--resume") == whole
     assert measured(replace(second, dirty=True), "--resume") == whole
+    assert measured(replace(second, dirty=None), "--resume") == whole
     assert measured(replace(second, versions={"torch": "2.1"}), "--resume") == whole
     ok["qgnn fp32"] = False
     assert measured(second, "--case", "arxiv/synthetic/x0.005/H4/edge") == whole[2:]

@@ -40,9 +40,9 @@ def _checked(check: Callable[[Any], Any], value: Any) -> Any:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def at_least(minimum: int) -> Callable[[str], int]:
-    """An argument type: a whole number not below ``minimum``."""
-    return argument(values.whole(minimum), int)
+def at_least(minimum: int, maximum: int = values.MOST) -> Callable[[str], int]:
+    """An argument type: a whole number not below ``minimum``, nor above ``maximum``."""
+    return argument(values.whole(minimum, maximum), int)
 
 
 def number_in(low: float, high: float, *, low_open: bool = False, high_open: bool = False) -> Callable[[str], float]:
@@ -60,7 +60,7 @@ def list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def fanout(text: str) -> tuple[int, ...]:
-    """An argument type: whole numbers of at least 1, or ``all``, between commas."""
+    """An argument type: whole numbers from 1 on, or ``all``, between commas."""
     check = argument(values.fanout, int)
     return tuple(check(item.strip()) for item in text.split(","))
 
@@ -144,7 +144,13 @@ def _add_train(commands: Any) -> None:
 
     how = parser.add_argument_group("how to train")
     how.add_argument("--epochs", type=at_least(1), metavar="N", help="passes over the nodes to train on")
-    how.add_argument("--seeds", type=at_least(1), default=3, metavar="K", help="number of runs (default: %(default)s)")
+    how.add_argument(
+        "--seeds",
+        type=at_least(1, values.MOST_SEEDS),
+        default=3,
+        metavar="K",
+        help="number of runs (default: %(default)s)",
+    )
     how.add_argument(
         "--seed", type=argument(values.SEED, int), default=0, metavar="N", help="the first seed (default: %(default)s)"
     )
@@ -208,7 +214,8 @@ def _add_train(commands: Any) -> None:
     saved.add_argument(
         "--checkpoint",
         metavar="FILE",
-        help="write all there is to know, behind an epoch, to FILE, which is replaced as a whole",
+        help="write all there is to know, behind an epoch, to FILE, which is replaced as a whole, and is this "
+        "command's alone while FILE.lock is locked",
     )
     saved.add_argument(
         "--checkpoint-every", type=at_least(1), metavar="N", help="epochs from one to the next (default: 1)"

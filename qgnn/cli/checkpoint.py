@@ -12,7 +12,7 @@ import torch
 from qgnn.cli.errors import UsageError
 from qgnn.data.disk import load_whole, replace_file
 
-VERSION = 1
+VERSION = 2
 OTHER_FILE = (
     "--resume expects a checkpoint of this version of qgnn train (got {}, another file); begin without --resume, with "
     "another --checkpoint"

@@ -124,6 +124,7 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._was_reset = False
+        self._before: float | None = 0.0
 
     def start(self) -> None:
         """Release what earlier runs left, and set the mark back."""
@@ -141,7 +142,11 @@ class PeakMemory:
     @property
     def mib(self) -> float | None:
         """MiB at the peak, or ``None`` if that cannot be had."""
-        if self._device.type != "cuda" and not self._was_reset:
+        if self._before is None or (self._device.type != "cuda" and not self._was_reset):
             return None
         peak = peak_bytes(self._device)
-        return None if peak is None else peak / MIB
+        return None if peak is None else max(peak / MIB, self._before)
+
+    def go_on_from(self, mib: float | None) -> None:
+        """Count what was measured before as part of this: MiB at an earlier peak, or ``None`` if that is unknown."""
+        self._before = mib

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import stdev
 
 from torch import Tensor
 
@@ -105,6 +106,16 @@ def rmse(out: Tensor, y: Tensor) -> float:
         y: [G].
     """
     return float((out.squeeze(1) - y).double().square().mean().sqrt())
+
+
+def or_nan(score: float | None) -> float:
+    """The score as JSON gives it back, which has ``null`` for NaN and infinity."""
+    return math.nan if score is None else score
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The standard deviation of a sample of two values or more; NaN where one is not finite: its training diverged."""
+    return stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 METRICS = {

@@ -1,5 +1,6 @@
 """The table as a picture; needs matplotlib, which is imported only here."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def write_plot(path: Path, result: dict[str, Any]) -> None:
     figure = Figure(figsize=(max(3.2, 0.6 * len(rows)) * len(panels), 3.2), layout="constrained")
     figure.suptitle(f"{result['model'].upper()} on {result['dataset']}, {result['device'].upper()}")
     for axes, (column, title) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        values = [row[column] for row in rows.values()]
+        values = [row[column] if math.isfinite(row[column]) else math.nan for row in rows.values()]
         errors = [row["acc_dev"] or 0.0 for row in rows.values()] if column == "acc" else None
         bars = axes.bar(list(rows), values, yerr=errors, capsize=4, color=[f"C{n % 10}" for n in range(len(rows))])
         axes.bar_label(bars, fmt=f"%.{metric.digits - 1 if column == 'acc' else 1}f", padding=3)
@@ -46,9 +47,10 @@ def write_plot(path: Path, result: dict[str, Any]) -> None:
         axes.margins(y=0.15)
         axes.spines[["top", "right"]].set_visible(False)
         if column == "acc":  # differences of a point would vanish on an axis from zero; the labels give the values
-            spread = max(0.05 * metric.scale, 3 * (max(values) - min(values)))
-            top = max(values) + spread / 2
-            axes.set_ylim(max(0.0, min(values) - spread), min(100.0, top) if metric.larger_is_better else top)
+            finite = [value for value in values if not math.isnan(value)] or [0.0]
+            spread = max(0.05 * metric.scale, 3 * (max(finite) - min(finite)))
+            top = max(finite) + spread / 2
+            axes.set_ylim(max(0.0, min(finite) - spread), min(100.0, top) if metric.larger_is_better else top)
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:

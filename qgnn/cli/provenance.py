@@ -93,11 +93,14 @@ def _git(*arguments: str) -> str | None:
 
 
 def commit() -> tuple[str | None, bool | None]:
-    """The checkout's commit, and whether its code differs from it; a copy without git may be told by QGNN_COMMIT.
+    """The checkout's commit, and whether its code differs from it, ``None`` where git does not tell.
+
+    A copy without git may be told by QGNN_COMMIT.
 
     An installed package has no commit, even where some other project's checkout surrounds it.
     """
     if (root := _git("rev-parse", "--show-toplevel")) and Path(root) == ROOT and (head := _git("rev-parse", "HEAD")):
-        return head, bool(_git("status", "--porcelain", "--", ".", ":!bench/results"))
+        changes = _git("status", "--porcelain", "--", ".", ":!bench/results")
+        return head, None if changes is None else bool(changes)
     told, modified, _ = os.environ.get("QGNN_COMMIT", "").partition("+")
     return (told, bool(modified)) if told else (None, None)

@@ -1,14 +1,15 @@
 """The table on the terminal, and the JSON."""
 
 import json
+import math
 import sys
-from statistics import mean, median, stdev
+from statistics import mean, median
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from qgnn.cli.metric import ACCURACY, Metric
+from qgnn.cli.metric import ACCURACY, Metric, deviation, or_nan
 from qgnn.cli.recipe import Recipe
 from qgnn.cli.run import Run
 from qgnn.cli.task import Task
@@ -34,11 +35,11 @@ def is_compressed(runs: list[dict[str, Any]]) -> bool:
 
 def summarize(runs: list[dict[str, Any]], metric: Metric = ACCURACY) -> dict[str, Any]:
     """Runs of one precision over seeds: mean and sample deviation of the metric, as shown, the median of the rest."""
-    scores = [metric.scale * run["test_acc"] for run in runs]
+    scores = [metric.scale * or_nan(run["test_acc"]) for run in runs]
     peaks = [run["peak_mib"] for run in runs if run["peak_mib"] is not None]
     return {
         "acc": mean(scores),
-        "acc_dev": stdev(scores) if len(scores) > 1 else None,
+        "acc_dev": deviation(scores) if len(scores) > 1 else None,
         "epoch_ms": median(run["epoch_ms"] for run in runs),
         "saved_mib": median(run["saved_mib"] for run in runs),
         "peak_mib": median(peaks) if peaks else None,
@@ -106,4 +107,13 @@ def run_line(precision: str, seed: int, run: Run, metric: Metric) -> str:
 
 def to_json(result: dict[str, Any]) -> str:
     """The result as text, with a final newline."""
-    return json.dumps(result, indent=2) + "\n"
+    return json.dumps(jsonable(result), indent=2, allow_nan=False) + "\n"
+
+
+def jsonable(value: Any) -> Any:
+    """The value with ``None`` in place of each float in it that is NaN or infinite, for which JSON has no name."""
+    if isinstance(value, dict):
+        return {key: jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

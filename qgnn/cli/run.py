@@ -39,7 +39,7 @@ class Run(NamedTuple):
             ``None`` or empty if the run was not measured.
         original_mib: The same without compression.
         features_mib: The features among both, as the first layer keeps them: no compression touches them.
-        peak_mib: The largest amount of memory in use during training, if it can be had.
+        peak_mib: The largest amount of memory in use during training, before it was resumed too, if it can be had.
         ops: Which of qgnn's primitives ran in one training step, how often, in which format and on which backend.
     """
 
@@ -92,7 +92,7 @@ def train_run(
     peak = PeakMemory(device)
     if measure:
         peak.start()
-    training = Training(task, recipe, scheme, seed, device, model_name, processes, gradients)
+    training = Training(task, recipe, scheme, seed, device, model_name, processes, gradients, peak if measure else None)
     if state is not None:
         training.load_state_dict(state)
     while training.epoch < recipe.epochs:

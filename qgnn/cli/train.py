@@ -1,12 +1,14 @@
 """``qgnn train``: check everything first, then train each precision with each seed, then report."""
 
 import argparse
+import contextlib
 import importlib.util
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console
@@ -29,6 +31,10 @@ from qgnn.cli.training import Training
 from qgnn.cli.values import SEED
 from qgnn.data import DatasetError, GraphSet, load, load_graphs
 from qgnn.data.datasets import GRAPH_ENTRIES, key, metric_of
+from qgnn.data.disk import locked, replace_file
+
+# On a CPU torch has no error type of its own for this, nor for more bytes than can be counted.
+NO_MEMORY = ("can't allocate memory", "Storage size calculation overflowed")
 
 
 def train(options: argparse.Namespace, processes: Processes = ALONE) -> None:
@@ -46,6 +52,21 @@ def train(options: argparse.Namespace, processes: Processes = ALONE) -> None:
     if len(set(kinds)) > 1:
         raise UsageError(f"--device expects the same in all processes (got {', '.join(kinds)}); give cpu or cuda")
     sampling, schemes = processes.agree(lambda: checked(options, processes))
+    with contextlib.ExitStack() as stack:
+        if options.checkpoint is not None:
+            path = Path(options.checkpoint)
+            processes.agree(lambda: stack.enter_context(claimed(path)) if processes.is_first else None)
+        carry_out(options, processes, device, sampling, schemes)
+
+
+def carry_out(
+    options: argparse.Namespace,
+    processes: Processes,
+    device: torch.device,
+    sampling: Sampling | None,
+    schemes: list[Scheme],
+) -> None:
+    """Load, train and report, with arguments that have been checked and files that are this command's own."""
     saved = processes.from_first(processes.agree(lambda: saved_in(options) if processes.is_first else None))
     # The first process of a machine may have to download what the others then find.
     data = processes.agree(lambda: load_data(options) if processes.local_rank == 0 else None)
@@ -70,8 +91,9 @@ def train(options: argparse.Namespace, processes: Processes = ALONE) -> None:
             processes.agree(lambda: checkpoint.load(saved))
         runs = train_all(task, schemes, options, recipe, device, checkpoint, processes)
     except (RuntimeError, MemoryError) as error:
-        # On a CPU torch has no error type of its own for this.
-        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in str(error):
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not any(
+            message in str(error) for message in NO_MEMORY
+        ):
             raise
         raise UsageError(
             f"not enough memory on {device.type} to train on {options.dataset} with {recipe.hidden} hidden channels; "
@@ -98,12 +120,12 @@ def train(options: argparse.Namespace, processes: Processes = ALONE) -> None:
         "sampling": None if sampling is None else asdict(sampling),
         "runs": runs,
     }
+    if options.json is not None:
+        write_json(Path(options.json), result)
     caption = report.caption(options.dataset, options.model, task, recipe, device)
     if gradients is not None:
         caption += f"; processes: {processes.size}, gradients: {gradients}"
     Console().print(report.table(runs, caption, task.metric))
-    if options.json is not None:
-        write_json(Path(options.json), result)
     if options.plot is not None:
         write_plot(Path(options.plot), result)
 
@@ -120,7 +142,7 @@ def checked(options: argparse.Namespace, processes: Processes) -> tuple[Sampling
     if len(set(paths)) < len(paths):
         raise UsageError("--json, --plot and --checkpoint expect files of their own (got one of them twice)")
     if processes.is_first:
-        for flag, path in (("--json", options.json), ("--plot", options.plot), ("--checkpoint", options.checkpoint)):
+        for flag, path in (("--json", options.json), ("--plot", options.plot)):
             if path is not None:
                 check_writable(flag, Path(path))
         if options.plot is not None:
@@ -314,15 +336,53 @@ def check_writable(flag: str, path: Path) -> None:
         if not existed:
             path.unlink()
     except OSError as error:
-        raise UsageError(
-            f"{flag} expects a file that can be written (got {str(path)!r}: {error.strerror}); "
-            "name one in an existing folder of yours"
-        ) from error
+        raise not_writable(flag, path, error) from error
+
+
+def not_writable(flag: str, path: Path, error: OSError) -> UsageError:
+    """What to say of a file that cannot be written."""
+    return UsageError(
+        f"{flag} expects a file that can be written (got {str(path)!r}: {error.strerror}); name one in an existing "
+        "folder of yours"
+    )
+
+
+@contextlib.contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Raise unless the checkpoint can be written, and no other command writes it until the block ends."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(path.parent / f"{path.name}.lock"))
+        except BlockingIOError as error:
+            raise UsageError(
+                f"--checkpoint: another qgnn train is writing {str(path)!r}; wait for it, or give another file"
+            ) from error
+        except OSError as error:
+            raise not_writable("--checkpoint", path, error) from error
+        check_writable("--checkpoint", path)
+        yield
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Write the result as JSON."""
+    """Write the result as JSON: a file of its own whole or not at all, what else there is as it comes."""
+    text = report.to_json(result)
     try:
-        path.write_text(report.to_json(result), encoding="utf-8")
+        for stream in (sys.stdout, sys.stderr):
+            if _is_file_of(stream, path):  # perhaps a regular one, which the stream goes on to write
+                print(text, end="", file=stream, flush=True)
+                return
+        target = path.resolve()
+        is_replaceable = target.is_file() and os.access(target.parent, os.W_OK)
+        if target.exists() and not is_replaceable:  # a pipe, a device, a file that is its user's but not its folder
+            path.write_text(text, encoding="utf-8")
+        else:
+            replace_file(target, text.encode())
     except OSError as error:
         raise UsageError(f"--json: {str(path)!r} could not be written after training ({error.strerror})") from error
+
+
+def _is_file_of(stream: TextIO, path: Path) -> bool:
+    """Whether the path is what a stream of this process writes to, as ``/dev/stdout`` is."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no such file yet, or none behind the stream
+        return os.path.samestat(path.stat(), os.fstat(stream.fileno()))
+    return False

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qgnn import functional
 from qgnn.cli.checkpoint import random_state, set_random_state
-from qgnn.cli.measure import StepTimer
+from qgnn.cli.measure import PeakMemory, StepTimer
 from qgnn.cli.model import make_model, parameter_groups
 from qgnn.cli.processes import ALONE, Processes
 from qgnn.cli.recipe import Recipe
@@ -32,6 +32,7 @@ class Training:
         model_name: What to train.
         processes: Those that train this model.
         gradients: What they send each other: ``fp32``, or ``int8`` codes.
+        peak: What measures the memory of this process, if something does.
 
     Attributes:
         epoch: Epochs so far.
@@ -51,6 +52,7 @@ class Training:
         model_name: str = "gcn",
         processes: Processes = ALONE,
         gradients: str = "fp32",
+        peak: PeakMemory | None = None,
     ) -> None:
         torch.manual_seed(seed)
         self.task, self.recipe, self.device, self.processes = task.with_own_edges(), recipe, device, processes
@@ -61,7 +63,7 @@ class Training:
         self.steps_of = self.task.steps(self.inputs[0], recipe, seed)
         self.compressed = scheme.compression.context(processes.own_seed(seed))
         self.schedule = scheme.make_schedule(self.model, self.compressed, recipe.epochs)
-        self.timer = StepTimer(device)
+        self.timer, self.peak = StepTimer(device), peak
         self.epoch = self.best_epoch = 0
         self.losses: list[Tensor | float] = []
         self.best_val, self.test_acc = 0.0, 0.0
@@ -129,6 +131,7 @@ class Training:
             "random": random_state(self.device),
             "compressed": self.compressed.state_dict() if isinstance(self.compressed, compress_activations) else None,
             "int8": None if self._int8 is None else self._int8.state_dict(),
+            "peak_mib": None if self.peak is None else self.peak.mib,
         }
         return {
             "epoch": self.epoch,
@@ -154,6 +157,8 @@ class Training:
             self.compressed.load_state_dict(own["compressed"])
         if self._int8 is not None:
             self._int8.load_state_dict(own["int8"])
+        if self.peak is not None:
+            self.peak.go_on_from(own["peak_mib"])
         set_random_state(own["random"], self.device)
 
 

@@ -7,28 +7,30 @@ from typing import Any
 
 Check = Callable[[Any], Any]
 
+MOST = (1 << 31) - 1  # sizes and numbers of steps: so many fit whatever counts them
+MOST_SEEDS = 10_000
 
-def whole(minimum: int, maximum: int | None = None) -> Check:
-    """A whole number from ``minimum`` on, and not above ``maximum``."""
-    range_ = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+
+def whole(minimum: int, maximum: int = MOST) -> Check:
+    """A whole number from ``minimum`` to ``maximum``."""
 
     def check(value: Any) -> int:
         is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or value < minimum or (maximum is not None and value > maximum):
-            raise ValueError(f"expected a whole number {range_} (got {value!r})")
+        if not is_whole or value < minimum or value > maximum:
+            raise ValueError(f"expected a whole number from {minimum} to {maximum} (got {value!r})")
         return int(value)
 
     return check
 
 
 def fanout(value: Any) -> int:
-    """A whole number from 1 on, or ``"all"``, which is -1."""
+    """A whole number from 1 to :data:`MOST`, or ``"all"``, which is -1."""
     if value == "all":
         return -1
     try:
         return int(whole(1)(value))
     except ValueError as error:
-        raise ValueError(f"expected whole numbers of at least 1, or all (got {value!r})") from error
+        raise ValueError(f"expected whole numbers from 1 to {MOST}, or all (got {value!r})") from error
 
 
 def number(low: float, high: float, *, low_open: bool = False, high_open: bool = False) -> Check:

@@ -108,6 +108,9 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Data:
     drawn once with a fixed seed, so that it is the same in every call. A class of fewer than 60 nodes gives a third
     to each. Nodes without a label are in no mask.
 
+    Processed files are read as tensors and plain values; what would run code is refused. Raw files of several sets are
+    pickles, as Planetoid's are, which PyG unpickles: name a folder only if you trust who wrote to it.
+
     Args:
         name: One of :func:`dataset_names`; upper and lower case, ``-`` and ``_`` do not matter.
         root: The folder with PyG's layout. For Cora, the raw files are looked for in

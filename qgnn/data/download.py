@@ -1,15 +1,19 @@
 """Run a data set class so that a missing network or a broken file ends in one clear line, and never in a hang."""
 
 import contextlib
+import pickle
 import re
 import shutil
 import socket
 import threading
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+import torch
 
 # Seconds that a server has to accept a connection before the network counts as absent, and to send the next bytes.
 CONNECT_TIMEOUT_S = 10.0
@@ -43,10 +47,15 @@ def read_guarded(name: str, cls: type, arguments: dict[str, Any], raw_dir: Path,
             with guarded_download(name, download_url_of(cls, arguments), raw_dir):
                 super().download()
 
+        def _process(self) -> None:
+            check_notes(Path(self.processed_dir))
+            super()._process()
+
     Guarded.__name__ = cls.__name__
     existed = raw_dir.is_dir()
     try:
-        return Guarded(**arguments)
+        with plain_files(name, raw_dir.parent / "processed"):
+            return Guarded(**arguments)
     except DatasetError:
         if not existed:
             remove_empty(raw_dir, root)
@@ -60,6 +69,35 @@ def read_guarded(name: str, cls: type, arguments: dict[str, Any], raw_dir: Path,
             f"the files of the data set {name!r} in {raw_dir.parent} cannot be read or processed "
             f"({one_line(error)}); the folder must be writable, and 'raw' in it hold the original files"
         ) from error
+
+
+@contextlib.contextmanager
+def plain_files(name: str, processed: Path) -> Iterator[None]:
+    """Around the reading of a data set: a processed file of more than tensors and plain values is an error.
+
+    PyG would warn, and unpickle it, which runs whatever code the file names.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Weights only load failed")
+            yield
+    except (UserWarning, pickle.UnpicklingError) as error:
+        for path in sorted(processed.glob("*.pt")):
+            try:
+                torch.load(path, weights_only=True)
+            except pickle.UnpicklingError:
+                raise DatasetError(
+                    f"the file {path} of the data set {name!r} is damaged, or would run code when it is read; delete "
+                    f"the folder {processed}, which is made anew of the raw files"
+                ) from error
+        raise
+
+
+def check_notes(processed: Path) -> None:
+    """Raise unless PyG's notes of transforms, which it unpickles without a look, are plain values."""
+    for path in (processed / "pre_transform.pt", processed / "pre_filter.pt"):
+        if path.exists():
+            torch.load(path, weights_only=True)
 
 
 def download_url_of(cls: type, arguments: dict[str, Any]) -> str:

@@ -92,6 +92,8 @@ def load_graphs(name: str, root: str | os.PathLike[str] | None = None) -> GraphS
     The split is drawn once with a fixed seed, so that it is the same in every call: of each class, or of all molecules,
     a tenth to validate, a tenth to test, the rest to train.
 
+    Processed files are read as tensors and plain values; what would run code is refused.
+
     Args:
         name: One of :func:`dataset_names` with ``kind="graph"``; upper and lower case, ``-`` and ``_`` do not
             matter.

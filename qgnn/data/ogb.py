@@ -12,7 +12,7 @@ import torch
 from torch_geometric.data import Data
 from torch_geometric.utils import to_undirected
 
-from qgnn.data.download import DatasetError, guarded_download, one_line, remove_empty
+from qgnn.data.download import DatasetError, check_notes, guarded_download, one_line, plain_files, remove_empty
 
 # Names as OGB spells them, where lower case is not enough.
 SPELLING = {"ogbn-papers100m": "ogbn-papers100M"}
@@ -42,10 +42,14 @@ def load_ogb(name: str, root: Path) -> Data:
             with guarded_download(name, self.meta_info["url"], folder):
                 super().download()
 
+        def _process(self) -> None:
+            check_notes(Path(self.processed_dir))
+            super()._process()
+
     Guarded.__name__ = PygNodePropPredDataset.__name__
     existed = folder.is_dir()
     try:
-        with prints_to_stderr(), ogb_pickles():
+        with prints_to_stderr(), ogb_pickles(), plain_files(name, folder / "processed"):
             dataset = Guarded(name=spelled, root=str(folder.parent))
             split = dataset.get_idx_split()
             data = dataset[0]

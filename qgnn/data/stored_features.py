@@ -26,7 +26,7 @@ from numpy.lib.format import open_memmap
 from torch import Tensor
 
 from qgnn.config import QConfig
-from qgnn.data.disk import sync
+from qgnn.data.disk import lock, sync
 from qgnn.functional import quantize
 from qgnn.qtensor import QTensor
 
@@ -311,15 +311,13 @@ def _mapped(folder: Path, name: str, meta: dict[str, Any], mode: Literal["c", "r
 def _locked(part: Path) -> Iterator[None]:
     """The folder, made if it does not exist, while no other process writes it."""
     part.mkdir(parents=True, exist_ok=True)
-    try:
-        import fcntl
-    except ImportError:  # Windows has no locks of folders
+    if os.name == "nt":  # which opens no folders
         yield
         return
     descriptor = os.open(part, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor)
         except OSError as error:
             raise FeatureFileError(f"another process is writing {str(part)!r}; wait for it") from error
         yield

@@ -14,9 +14,9 @@ from torch_geometric.data import Data
 
 import soak_files
 from cli_processes import TRAIN, assert_equal, runs_of, tiny_graph
-from qgnn.cli import main, provenance
+from qgnn.cli import main, measure, provenance
 from qgnn.cli import train as train_module
-from qgnn.cli.checkpoint import KEYS, VERSION, read_checkpoint
+from qgnn.cli.checkpoint import KEYS, VERSION, Checkpoint, read_checkpoint
 from qgnn.cli.errors import UsageError
 from qgnn.cli.training import Training
 from qgnn.data import disk
@@ -151,6 +151,75 @@ def test_the_result_tells_of_both_parts(
     assert qgnn_train(*resume) == 0
     result = json.loads((tmp_path / "part.json").read_text())
     assert (result["utc"], result["commit"], result["dirty"]) == (start["utc"], start["stamp"]["commit"], True)
+
+
+def test_the_peak_of_memory_is_that_of_both_parts(
+    qgnn_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The larger one, also behind the last epoch, and none if either is unknown."""
+    peaks: list[float | None] = []
+    monkeypatch.setattr(measure, "peak_bytes", lambda device: peaks[0] and peaks[0] * measure.MIB)
+    for number, (before, behind, expected) in enumerate([(901, 423, 901), (423, 901, 901), (None, 423, None)]):
+        path, out = tmp_path / f"{number}.pt", tmp_path / "out.json"
+        arguments = ("--seeds", "1", "--precision", "fp32", "--checkpoint", str(path), "--json", str(out))
+        peaks[:] = [before]
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpoint, "end", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            assert qgnn_train(*arguments) == 130
+        peaks[:] = [behind]
+        with epochs() as seen:
+            assert qgnn_train(*arguments, "--resume") == 0
+        assert seen == []
+        assert json.loads(out.read_text())["runs"][0]["peak_mib"] == expected
+
+
+def test_two_trainings_do_not_write_one_file(
+    qgnn_train: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one ends before it reads or writes it; when the first has ended, no lock is left."""
+    path = tmp_path / "a.pt"
+    arguments = ("--seeds", "1", "--precision", "fp32", "--checkpoint", str(path))
+    run_epoch, messages = Training.run_epoch, []
+
+    def disturbed(training: Training) -> None:
+        run_epoch(training)
+        if not messages:
+            other = train_module.read_checkpoint
+            monkeypatch.setattr(train_module, "read_checkpoint", lambda _: pytest.fail("read"))
+            messages.append(error_of(qgnn_train(*arguments, "--resume"), capsys))
+            monkeypatch.setattr(train_module, "read_checkpoint", other)
+            assert not path.exists()
+
+    monkeypatch.setattr(Training, "run_epoch", disturbed)
+    assert qgnn_train(*arguments) == 0
+    assert f"--checkpoint: another qgnn train is writing {str(path)!r}; wait for it, or give" in messages[0]
+    assert list(tmp_path.iterdir()) == [path]
+    assert qgnn_train(*arguments, "--resume") == 0
+
+
+def test_a_lock_that_a_kill_left_behind_is_none(qgnn_train: Train, tmp_path: Path) -> None:
+    (tmp_path / "a.pt.lock").touch()
+    assert qgnn_train("--seeds", "1", "--precision", "fp32", "--checkpoint", str(tmp_path / "a.pt")) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_a_lock_that_its_owner_removes_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its opening and its locking by the next one, which else would hold what a third does not see."""
+    path, lock, opened = tmp_path / "lock", disk.lock, []
+
+    def late(descriptor: int) -> None:
+        if not opened:
+            path.unlink()
+        opened.append(descriptor)
+        lock(descriptor)
+
+    monkeypatch.setattr(disk, "lock", late)
+    with disk.locked(path):
+        assert len(opened) == 2
+        with pytest.raises(BlockingIOError), disk.locked(path):
+            pass
+        assert path.exists()
+    assert not path.exists()
 
 
 def error_of(code: int, capsys: pytest.CaptureFixture[str]) -> str:

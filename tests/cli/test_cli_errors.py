@@ -59,10 +59,14 @@ def error_of(code: int, capsys: pytest.CaptureFixture[str]) -> str:
         (["--compress", "int2-vm-rp8"], "--compress: 'Blocks' expects a name such as 'int2', 'int4-vm' or 'int2-rp8"),
         (["--compress", "int3"], "--compress: 'Blocks' expects 'bits' to be one of (1, 2, 4, 8) (got 3)"),
         (["--compress", "int2,int8-vm"], "--compress: 'Blocks' expects bins='uniform' for 8-bit codes"),
-        (["--epochs", "0"], "--epochs: expected a whole number of at least 1 (got 0)"),
-        (["--seeds", "0"], "--seeds: expected a whole number of at least 1 (got 0)"),
-        (["--layers", "0"], "--layers: expected a whole number of at least 1 (got 0)"),
-        (["--hidden", "x"], "--hidden: expected a whole number of at least 1 (got 'x')"),
+        (["--epochs", "0"], "--epochs: expected a whole number from 1 to 2147483647 (got 0)"),
+        (["--seeds", "0"], "--seeds: expected a whole number from 1 to 10000 (got 0)"),
+        (["--layers", "0"], "--layers: expected a whole number from 1 to 2147483647 (got 0)"),
+        (["--hidden", "x"], "--hidden: expected a whole number from 1 to 2147483647 (got 'x')"),
+        (["--hidden", "2147483648"], "--hidden: expected a whole number from 1 to 2147483647 (got 2147483648)"),
+        (["--batch-size", f"{10**20}"], f"--batch-size: expected a whole number from 1 to 2147483647 (got {10**20})"),
+        (["--fanout", f"5,{10**20}"], f"--fanout: expected whole numbers from 1 to 2147483647, or all (got {10**20})"),
+        (["--seeds", "10001"], "--seeds: expected a whole number from 1 to 10000 (got 10001)"),
         (["--dropout", "1"], "--dropout: expected a number in [0, 1) (got 1.0)"),
         (["--lr", "0"], "--lr: expected a number in (0, 100] (got 0.0)"),
         (["--lr", "nan"], "--lr: expected a number in (0, 100] (got nan)"),
@@ -175,7 +179,14 @@ def test_plot_of_an_unknown_format_lists_the_formats(
     assert "svg" in message
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory.\nlong text")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory.\nlong text"),
+        RuntimeError("Storage size calculation overflowed with sizes=[2147483647, 2147483647]"),
+    ],
+)
 def test_out_of_memory_says_what_to_do(
     qgnn_train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import torch
 
 from compilers import rejecting, write_compiler
 from qgnn.cli import info, main
+from qgnn.cli.errors import UsageError
+from qgnn.cli.train import write_json
 
 
 def test_info_writes_what_it_prints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -31,6 +34,53 @@ def test_info_writes_what_it_prints(capsys: pytest.CaptureFixture[str], tmp_path
     assert "\x1b" not in out
     assert "…" not in out, "paths are whole"
     assert err == ""
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    """Also where a link leads to it."""
+    path, link = tmp_path / "out.json", tmp_path / "link.json"
+    path.write_text("old")
+    link.symlink_to(path)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        for each in (path, link):
+            with pytest.raises(UsageError, match=r"--json: .* could not be written after training \(File too large\)"):
+                write_json(each, {"runs": "x" * 1000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert path.read_text() == "old"
+    assert sorted(tmp_path.iterdir()) == [link, path]
+    write_json(link, {"runs": []})
+    assert (json.loads(path.read_text()), link.is_symlink()) == ({"runs": []}, True)
+
+
+def test_what_cannot_be_replaced_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe, and a file in a folder of someone else."""
+    pipe, path = tmp_path / "pipe", tmp_path / "out.json"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_json(pipe, {"runs": [1]})
+    assert json.loads(os.read(reader, 1000)) == {"runs": [1]}
+    os.close(reader)
+    assert pipe.is_fifo()
+    path.write_text("old")
+    before = path.stat().st_ino
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    write_json(path, {"runs": [1]})
+    assert (json.loads(path.read_text()), path.stat().st_ino) == ({"runs": [1]}, before)
+
+
+@pytest.mark.parametrize("redirected", ["pipe", "file"])
+def test_json_goes_where_the_rest_goes(tmp_path: Path, redirected: str) -> None:
+    """To standard output, be it a pipe or a regular file, in front of what follows."""
+    script = "from pathlib import Path; from qgnn.cli.train import write_json; print('before'); "
+    script += "write_json(Path('/dev/stdout'), {'runs': []}); print('behind')"
+    with (tmp_path / "out").open("w+") as file:
+        stdout = subprocess.PIPE if redirected == "pipe" else file
+        done = subprocess.run([sys.executable, "-c", script], stdout=stdout, text=True, check=True, timeout=300)
+    text = done.stdout if redirected == "pipe" else (tmp_path / "out").read_text()
+    assert text == 'before\n{\n  "runs": []\n}\nbehind\n'
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,10 +10,12 @@ import torch
 from torch_geometric.data import Data
 
 from molecules import read_chains, write_freesolv
-from qgnn.cli import main
+from qgnn.cli import main, report
 from qgnn.cli import train as train_module
 from qgnn.cli.metric import METRICS, roc_auc
+from qgnn.cli.plot import write_plot
 from qgnn.cli.recipe import Recipe
+from qgnn.cli.report import cells, plus_minus, to_json
 from qgnn.cli.run import train_run
 from qgnn.cli.sampled import SampledNodeTask, Sampling
 from qgnn.cli.scheme import Scheme
@@ -170,6 +172,48 @@ def test_the_command_shows_roc_auc(binary: Data, tmp_path: Path, capsys: pytest.
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["metric"] == "roc_auc"
     assert f"fp32, seed 0: test ROC-AUC {100 * result['runs'][0]['test_acc']:.2f} %, " in err
+
+
+def test_a_training_that_diverged_takes_none_of_the_others_along(
+    qgnn_train: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of int8 both seeds, of fp32 the second: neither row has a mean, and the JSON, which is one, no number."""
+    scores = [0.5, math.nan, math.inf, math.nan]
+    each = iter([(score, score) for score in scores for _ in range(4)])
+    monkeypatch.setattr(NodeTask, "evaluate", lambda *_: next(each))
+    files = ("--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "p.svg"))
+    assert qgnn_train("--seeds", "2", *files) == 0
+    out = capsys.readouterr().out
+    assert f" inf {plus_minus()} nan " in out
+    assert f" nan {plus_minus()} nan " in out
+    text = (tmp_path / "out.json").read_text()
+    result = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    runs = result["runs"]
+    assert [run["test_acc"] for run in runs] == [0.5, None, None, None]
+    assert [row[1] for row in cells(runs)] == ["nan ± nan", "nan ± nan"], "read from JSON"
+    assert "accuracy" in (tmp_path / "p.svg").read_text()
+    write_plot(tmp_path / "p.svg", result | {"metric": "rmse"})  # whose axis has no end of its own
+    assert "RMSE" in (tmp_path / "p.svg").read_text()
+
+
+def test_what_ran_is_written_before_it_is_shown(
+    qgnn_train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(report, "table", fail)
+    with pytest.raises(BrokenPipeError):
+        qgnn_train("--seeds", "1", "--json", str(tmp_path / "out.json"))
+    assert len(json.loads((tmp_path / "out.json").read_text())["runs"]) == 2
+
+
+def test_losses_that_are_no_numbers_are_null() -> None:
+    made = to_json({"losses": (1.0, math.inf, [-math.inf]), "run": {"final": math.nan, "seed": 3, "ops": {}}})
+    assert json.loads(made) == {"losses": [1.0, None, [None]], "run": {"final": None, "seed": 3, "ops": {}}}
 
 
 def test_a_checkpoint_of_another_metric_is_refused(

@@ -123,10 +123,13 @@ def test_all_neighbors_have_a_name() -> None:
         (["--batch-size", "5"], "--batch-size expects --sampler neighbor"),
         (["--workers", "0"], "--workers expects --sampler neighbor"),
         (["--sampler", "neighbor", "--fanout", "5"], "for each layer that sees neighbors, 2 (got 1: 5)"),
-        (["--sampler", "neighbor", "--fanout", "5,0"], "of at least 1, or all (got 0)"),
-        (["--sampler", "neighbor", "--fanout", "5,x"], "of at least 1, or all (got 'x')"),
+        (["--sampler", "neighbor", "--fanout", "5,0"], "from 1 to 2147483647, or all (got 0)"),
+        (["--sampler", "neighbor", "--fanout", "5,x"], "from 1 to 2147483647, or all (got 'x')"),
         (["--sampler", "cluster"], "--sampler: invalid choice: 'cluster'"),
-        (["--sampler", "neighbor", "--batch-size", "0"], "--batch-size: expected a whole number of at least 1 (got 0)"),
+        (
+            ["--sampler", "neighbor", "--batch-size", "0"],
+            "--batch-size: expected a whole number from 1 to 2147483647 (got 0)",
+        ),
         (["--sampler", "neighbor", "--dataset", "mutag"], "expects a data set with classes of nodes (got one of many"),
     ],
 )

@@ -73,6 +73,8 @@ def test_rows_and_panels_compare_with_the_baseline_of_the_same_seed() -> None:
     rows = rows_of(runs, lines)
     assert [row["status"] for row in rows] == [DONE] * 5 + [FAILED, DONE]
     assert (rows[5]["error"], rows[5]["commit"], rows[0]["commit"]) == ("E: no", "c+", "c")
+    lines[runs[0].key] |= {"dirty": None}
+    assert rows_of(runs, lines)[0]["commit"] == "c?", "git did not tell"
     assert Cell((80.0, 82.0), ()).text(2) == "81.00 ± 1.41"
 
 
@@ -291,7 +293,7 @@ def test_no_run_at_all_writes_the_tables_anew(
         (["--plot", "p.svg"], SPEC.replace("'fp32', ", ""), "--plot expects fp32 and another one among the formats"),
         (["--table", "t.xlsx"], SPEC, "--table expects a file name that ends in .csv or .parquet (got 't.xlsx')"),
         (["--table", "t.parquet"], SPEC, "--table needs pyarrow for .parquet: pip install pyarrow, or give a .csv"),
-        (["--processes", "0"], SPEC, "--processes: expected a whole number of at least 1 (got 0)"),
+        (["--processes", "0"], SPEC, "--processes: expected a whole number from 1 to 2147483647 (got 0)"),
     ],
 )
 def test_what_the_user_can_put_right_is_one_line(

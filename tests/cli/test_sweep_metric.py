@@ -1,6 +1,7 @@
 """Sweeps of sets that are scored otherwise: what is recorded, what identifies a run, the tables and the plot."""
 
 import csv
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ import pytest
 
 from molecules import read_chains, write_freesolv
 from qgnn.cli.sweep.execute import execute, read, task_of
-from qgnn.cli.sweep.journal import DONE
+from qgnn.cli.sweep.journal import DONE, RUN, START, Journal, recorded_in
 from qgnn.cli.sweep.plots import write_plot
 from qgnn.cli.sweep.run_spec import RunSpec
 from qgnn.cli.sweep.table import panels, summary, write_table
+from sweep_fakes import HEADER
 
 LINES = {"status": DONE, "commit": "c", "dirty": False}
 
@@ -76,6 +78,36 @@ def test_the_table_has_a_column_and_old_results_are_of_accuracy(tmp_path: Path) 
         assert [row["metric"] for row in csv.DictReader(file)] == ["", "", "accuracy", "accuracy"]
     (panel,) = panels(runs, lines)
     assert panel.cells[("int8", "all")].text(2) == "62.50 ± 17.68 (+12.50 ± 12.50)"
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf])
+def test_a_run_that_diverged_is_recorded_and_shown(tmp_path: Path, score: float) -> None:
+    """As JSON, which has no number for it; a journal of before may hold one."""
+    runs = runs_of("esol")
+    with Journal(tmp_path / "j") as journal:
+        journal.append(START, **HEADER)
+        for run, rmse in zip(runs, [1.25, 1.5, 1.75, score], strict=True):
+            result = {"metric": "rmse", "test_acc": rmse, "final_loss": rmse}
+            journal.append(RUN, key=run.key, run=run.fields, status=DONE, result=result)
+        written = journal.runs
+    text = (tmp_path / "j").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    assert recorded_in(tmp_path / "j")[runs[3].key]["result"]["test_acc"] is None
+    (tmp_path / "old").write_text(text.replace('"test_acc": null', '"test_acc": NaN'))
+    for path in (tmp_path / "j", tmp_path / "old"):
+        with Journal(path) as journal:
+            recorded = journal.runs
+        (panel,) = panels(runs, recorded)
+        assert panel.cells[("int8", "all")].text(2) == "nan ± nan (+nan ± nan)"
+        assert panel.baseline is not None
+        assert panel.baseline._replace(differences=()).text(2) == "1.500 ± 0.354"
+        assert write_plot(tmp_path / "p.svg", [panel])
+        for lines in (written, recorded):
+            write_table(tmp_path / "t.csv", runs, lines)
+            with (tmp_path / "t.csv").open() as file:
+                last = list(csv.DictReader(file))[-1]
+            assert (last["test_acc"], last["final_loss"]) == ("nan", "nan"), "which is not: without a score"
 
 
 def test_a_run_of_another_metric_is_another_run() -> None:

@@ -1,5 +1,6 @@
 """Data sets by name: layouts, splits, and one clear line where something is missing. Nothing here needs a network."""
 
+import shutil
 import socket
 import sys
 import threading
@@ -194,6 +195,44 @@ def test_load_says_which_files_are_broken(tmp_path: Path) -> None:
         load("github", tmp_path)
     assert "\n" not in str(caught.value)
     assert caught.value.__cause__ is not None
+
+
+class Code:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["data", "pre_transform", "pre_filter"])
+def test_load_runs_no_code_of_a_processed_file(tmp_path: Path, name: str) -> None:
+    write_cora(tmp_path / "Cora")
+    processed = tmp_path / "Cora" / "processed"
+    torch.save(Code(tmp_path / "ran"), processed / f"{name}.pt")
+    with pytest.raises(DatasetError) as caught:
+        load("cora", tmp_path)
+    assert not (tmp_path / "ran").exists()
+    message = f"the file {processed / name}.pt of the data set 'cora' is damaged, or would run code when it is read"
+    assert str(caught.value) == f"{message}; delete the folder {processed}, which is made anew of the raw files"
+
+
+@pytest.mark.parametrize("name", ["geometric_data_processed", "pre_filter"])
+def test_load_runs_no_code_of_a_processed_file_of_ogb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    fake_ogb(monkeypatch)
+    write_ogb(tmp_path / "ogbn_arxiv")
+    load("ogbn-arxiv", tmp_path)
+    processed = tmp_path / "ogbn_arxiv" / "processed"
+    torch.save(Code(tmp_path / "ran"), processed / f"{name}.pt")
+    with pytest.raises(DatasetError, match=rf"the file {processed / name}\.pt of .*; delete the folder {processed}, "):
+        load("ogbn-arxiv", tmp_path)
+    assert not (tmp_path / "ran").exists()
+    shutil.rmtree(processed)
+    assert load("ogbn-arxiv", tmp_path).num_nodes == N, "made anew"
 
 
 def test_load_names_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

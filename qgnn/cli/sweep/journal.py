@@ -6,7 +6,6 @@ the next run is recorded. So a kill can only tear the last line, which the next 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from pathlib import Path
@@ -14,7 +13,8 @@ from types import TracebackType
 from typing import Any
 
 from qgnn.cli.errors import UsageError
-from qgnn.data.disk import append_whole, shorten, whole_lines
+from qgnn.cli.report import jsonable
+from qgnn.data.disk import append_whole, lock, shorten, whole_lines
 
 START, RUN = "start", "run"  # kinds of lines
 DONE, FAILED = "done", "failed"  # how a run ended
@@ -51,7 +51,7 @@ class Journal:
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._file)
         except OSError as error:
             raise UsageError(
                 f"another sweep is writing the journal {str(self.path)!r}; wait for it, or give another --results"
@@ -82,9 +82,9 @@ class Journal:
         Raises:
             UsageError: If there is no space, or the disk fails; the journal is then as it was before.
         """
-        line = {"kind": kind, **fields}
+        line = jsonable({"kind": kind, **fields})
         try:
-            append_whole(self._file, self.path, json.dumps(line).encode() + b"\n")
+            append_whole(self._file, self.path, json.dumps(line, allow_nan=False).encode() + b"\n")
         except OSError as error:
             raise UsageError(f"the journal {str(self.path)!r} could not be written ({error.strerror})") from error
         self._take(line)
@@ -149,10 +149,10 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 
 def _is_result(result: Any) -> bool:
     """Whether it is what a run measures, as far as tables need it."""
-    if not isinstance(result, dict) or not _is_number(result.get("test_acc")):
+    if not isinstance(result, dict) or "test_acc" not in result:
         return False
-    bits, widths = result.get("mean_bits"), result.get("widths")
-    return (bits is None or _is_number(bits)) and (
+    score, bits, widths = (result.get(name) for name in ("test_acc", "mean_bits", "widths"))
+    return all(value is None or _is_number(value) for value in (score, bits)) and (
         widths is None or (isinstance(widths, list) and all(map(_is_number, widths)))
     )
 

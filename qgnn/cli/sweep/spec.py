@@ -16,7 +16,7 @@ from qgnn.cli.model import check_model, check_scheme
 from qgnn.cli.recipe import usual_recipe
 from qgnn.cli.scheme import ALL, FULL_PRECISION, parse_format, parse_schedule
 from qgnn.cli.sweep.run_spec import NONE, RunSpec, scheme_of
-from qgnn.cli.values import SEED, Check, list_of, number, one_of, text, whole
+from qgnn.cli.values import MOST_SEEDS, SEED, Check, list_of, number, one_of, text, whole
 from qgnn.config import COMPONENTS, ROUNDINGS
 from qgnn.data import dataset_names
 from qgnn.data.datasets import GRAPH_ENTRIES
@@ -26,9 +26,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-
-MOST_SEEDS = 10_000
 
 
 @dataclass(frozen=True)

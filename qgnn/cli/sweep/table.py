@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any, NamedTuple
 
 from rich.table import Table
 
 from qgnn.cli.errors import UsageError
-from qgnn.cli.metric import ACCURACY, METRICS, Metric
+from qgnn.cli.metric import ACCURACY, METRICS, Metric, deviation, or_nan
 from qgnn.cli.report import plus_minus
 from qgnn.cli.scheme import ALL
 from qgnn.cli.sweep.journal import DONE
@@ -48,8 +48,9 @@ def rows_of(runs: Sequence[RunSpec], recorded: dict[str, Row]) -> list[Row]:
         if line is not None:
             result = line.get("result") or {}
             row = {**run.fields, **dict(run.recipe), **result, "status": line["status"], "error": line.get("error")}
+            row |= {name: or_nan(result[name]) for name in ("test_acc", "final_loss") if name in result}
             row["widths"] = lengths(result.get("widths") or ())
-            row["commit"] = line["commit"] and line["commit"] + "+" * bool(line["dirty"])
+            row["commit"] = line["commit"] and line["commit"] + {True: "+", False: "", None: "?"}[line["dirty"]]
             rows.append({name: row.get(name) for name in columns})
     return rows
 
@@ -127,7 +128,7 @@ class Cell(NamedTuple):
         digits = self.digits
         text = f"{mean(self.scores):.{digits}f}"
         if len(self.scores) > 1:
-            text += f" {sign} {stdev(self.scores):.{digits}f}"
+            text += f" {sign} {deviation(self.scores):.{digits}f}"
         if self.differences:
             error = standard_error(self.differences)
             text += (
@@ -140,7 +141,7 @@ class Cell(NamedTuple):
 
 def standard_error(values: Sequence[float]) -> float | None:
     """Of the mean; ``None`` of a single value."""
-    return float(stdev(values) / len(values) ** 0.5) if len(values) > 1 else None
+    return deviation(values) / len(values) ** 0.5 if len(values) > 1 else None
 
 
 class Panel(NamedTuple):
@@ -176,7 +177,7 @@ def panels(runs: Sequence[RunSpec], recorded: dict[str, Row]) -> list[Panel]:
     results = {run: recorded[run.key]["result"] for run in runs if is_done(run, recorded)}
     # Runs of before there were others are of accuracy.
     metrics = {run: METRICS[result.get("metric", ACCURACY.name)] for run, result in results.items()}
-    scores = {run: metrics[run].scale * result["test_acc"] for run, result in results.items()}
+    scores = {run: metrics[run].scale * or_nan(result["test_acc"]) for run, result in results.items()}
     mean_bits = {run: result["mean_bits"] for run, result in results.items() if result.get("mean_bits") is not None}
     several_roundings = len({run.rounding for run in runs} - {NONE}) > 1
     recipes = {run.recipe for run in runs}
