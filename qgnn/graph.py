@@ -127,6 +127,9 @@ class Graph:
         """Edges sorted by source, the transposed graph. Built at first use."""
         return self._once("csc", lambda: sort_by(self.csr.index, self.target, self.num_sources))
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_weight_t": None}  # the versions of a copy begin anew
+
     @property
     def weight_t(self) -> Tensor | None:
         """Edge weights in the order of :attr:`csc`."""

@@ -1,5 +1,6 @@
 """The weak cache of prepared graphs: hits, what invalidates an entry, and what frees it."""
 
+import copy
 import gc
 import weakref
 
@@ -298,6 +299,11 @@ def test_gradients_follow_weights_that_are_written_or_assigned() -> None:
     graph.weight.mul_(10)
     check()
     graph.weight = graph.weight * 2
+    check()
+    graph.weight.mul_(1)
+    check()
+    graph.weight.mul_(10)
+    graph = copy.deepcopy(graph)  # whose weights have the version again of those before
     check()
 
 

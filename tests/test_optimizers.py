@@ -1,5 +1,5 @@
 """Optimizers with 8- and 4-bit state, of torchao, train PyG's layers and ours. They run where torchao is installed
-(``pip install 'qgnn[optim]'``); torch.compile, which they go through, is left out: what they compute is the same."""
+(extra ``optim``); torch.compile, which they go through, is left out: what they compute is the same."""
 
 import copy
 import io

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import importlib.util
 import os
 import sys
@@ -120,12 +121,14 @@ def carry_out(
         "sampling": None if sampling is None else asdict(sampling),
         "runs": runs,
     }
-    if options.json is not None:
-        write_json(Path(options.json), result)
-    caption = report.caption(options.dataset, options.model, task, recipe, device)
-    if gradients is not None:
-        caption += f"; processes: {processes.size}, gradients: {gradients}"
-    Console().print(report.table(runs, caption, task.metric))
+    try:
+        if options.json is not None:
+            write_json(Path(options.json), result)
+    finally:  # the table is what is left of a training whose file cannot be written after all
+        caption = report.caption(options.dataset, options.model, task, recipe, device)
+        if gradients is not None:
+            caption += f"; processes: {processes.size}, gradients: {gradients}"
+        Console().print(report.table(runs, caption, task.metric))
     if options.plot is not None:
         write_plot(Path(options.plot), result)
 
@@ -372,11 +375,15 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
                 print(text, end="", file=stream, flush=True)
                 return
         target = path.resolve()
-        is_replaceable = target.is_file() and os.access(target.parent, os.W_OK)
-        if target.exists() and not is_replaceable:  # a pipe, a device, a file that is its user's but not its folder
-            path.write_text(text, encoding="utf-8")
-        else:
+        if target.exists() and not target.is_file():  # a pipe, a device
+            target.write_text(text, encoding="utf-8")
+            return
+        try:
             replace_file(target, text.encode())
+        except OSError as error:  # a file that is its user's but not its folder, or is mounted by itself
+            if not target.exists() or error.errno not in (errno.EACCES, errno.EPERM, errno.EBUSY):
+                raise
+            target.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--json: {str(path)!r} could not be written after training ({error.strerror})") from error
 

@@ -8,7 +8,7 @@
 Codes of single tensors are made by :func:`qgnn.functional.compress`; layers of :mod:`qgnn.nn` keep them with
 ``QConfig(save=qgnn.formats.Blocks(...))``.
 
-What an optimizer keeps is served by torchao (``pip install 'qgnn[optim]'``), whose ``torchao.optim.AdamW8bit`` and
+What an optimizer keeps is served by torchao (``pip install torchao``), whose ``torchao.optim.AdamW8bit`` and
 ``AdamW4bit`` take the parameters of PyG's layers and of ours, before or after ``qgnn.quantize_``. They go through
 torch.compile, and code tensors of at least 4,096 values that are whole blocks of 256 (of 128 with 4 bits): other ones
 stay in fp32. bitsandbytes' ``AdamW8bit`` codes all of at least 4,096 values.

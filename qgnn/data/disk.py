@@ -71,7 +71,7 @@ def locked(path: Path) -> Iterator[None]:
         BlockingIOError: If another process is.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             lock(descriptor)
             with contextlib.suppress(FileNotFoundError):

@@ -103,7 +103,8 @@ class QuantizedFeatureStore(FeatureStore):
         index = _index_of(attr.index, held.shape[0])
         num_rows = len(range(*index.indices(held.shape[0]))) if isinstance(index, slice) else len(index)
         expected, given = [num_rows, *held.shape[1:]], list(entry.shape)
-        if given != expected:
+        is_number = not isinstance(attr.index, slice) and torch.as_tensor(attr.index).dim() == 0
+        if given != expected and not (is_number and given == expected[1:]):
             raise ValueError(f"'QuantizedFeatureStore' expects rows of shape {expected} (got {given})")
         if key not in self._owned:  # what was put in may still be the caller's
             held = held.clone() if isinstance(held, Tensor) else held.with_tensors(*(t.clone() for t in _tensors(held)))

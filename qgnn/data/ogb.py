@@ -32,7 +32,7 @@ def load_ogb(name: str, root: Path) -> Data:
         from ogb.nodeproppred import PygNodePropPredDataset
     except ImportError as error:
         broken = "" if (error.name or "").partition(".")[0] == "ogb" else f" ({one_line(error)})"
-        raise DatasetError(f"the data set {name!r} needs the package 'ogb'{broken}: pip install 'qgnn[ogb]'") from error
+        raise DatasetError(f"the data set {name!r} needs the package 'ogb'{broken}: pip install ogb") from error
 
     spelled = SPELLING.get(name, name)
     folder = find_folder(spelled, root)

@@ -88,12 +88,12 @@ class Quantized:
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         metadata = getattr(destination, "_metadata", None)
-        if metadata is not None and self.takes_activations:  # no entry of its own: the keys stay those of PyG
-            metadata.setdefault(prefix[:-1], {})["takes_activations"] = True
+        if metadata is not None and tells_activations(self.config):  # no entry of its own: the keys stay those of PyG
+            metadata.setdefault(prefix[:-1], {})["takes_activations"] = self.takes_activations
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         if tells_activations(self.config) and "takes_activations" in local_metadata:
-            self.takes_activations = True
+            self.takes_activations = bool(local_metadata["takes_activations"])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
 
     @property

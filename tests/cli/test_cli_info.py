@@ -1,5 +1,6 @@
 """``qgnn info``: versions, devices, and backends found by running the ops."""
 
+import errno
 import json
 import os
 import resource
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +58,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_replaced_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe, and a file in a folder of someone else."""
+    """A pipe, and a file in a folder of someone else, or that is mounted by itself."""
     pipe, path = tmp_path / "pipe", tmp_path / "out.json"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -66,9 +68,16 @@ def test_what_cannot_be_replaced_is_written_in_place(tmp_path: Path, monkeypatch
     assert pipe.is_fifo()
     path.write_text("old")
     before = path.stat().st_ino
-    monkeypatch.setattr(os, "access", lambda *_: False)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EBUSY, "busy")
+
+    monkeypatch.setattr(Path, "replace", refuse)
     write_json(path, {"runs": [1]})
     assert (json.loads(path.read_text()), path.stat().st_ino) == ({"runs": [1]}, before)
+    with pytest.raises(UsageError, match=r"could not be written after training \(busy\)"):
+        write_json(tmp_path / "new.json", {"runs": [1]})
+    assert sorted(tmp_path.iterdir()) == [path, pipe]
 
 
 @pytest.mark.parametrize("redirected", ["pipe", "file"])

@@ -19,6 +19,7 @@ from qgnn import summary
 from qgnn.cli import provenance, report
 from qgnn.cli import train as train_module
 from qgnn.cli.args import MODELS, build_parser
+from qgnn.cli.errors import UsageError
 from qgnn.cli.metric import METRICS
 from qgnn.cli.model import make_model, train_features
 from qgnn.cli.recipe import GRAPHS, MOLECULES, PLANETOID, WORDNET, Recipe, recipe_for, usual_recipe
@@ -88,6 +89,19 @@ def test_json_of_a_checkout_that_changed_meanwhile_is_dirty(
     assert qgnn_train("--seeds", "1", "--json", str(tmp_path / "out.json")) == 0
     result = json.loads((tmp_path / "out.json").read_text())
     assert (result["commit"], result["dirty"]) == ("a" * 40, True)
+
+
+def test_the_table_is_printed_where_the_json_fails(
+    qgnn_train: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(path: Path, result: dict[str, Any]) -> None:
+        raise UsageError("--json: no space")
+
+    monkeypatch.setattr(train_module, "write_json", fail)
+    assert qgnn_train("--precision", "fp32", "--json", str(tmp_path / "out.json")) == 2
+    out, err = capsys.readouterr()
+    assert "fp32" in out
+    assert "--json: no space" in err
 
 
 def test_json_shows_int8_forward_and_backward(result: dict[str, Any]) -> None:

@@ -147,7 +147,8 @@ def test_rows_are_not_put_into_what_the_caller_has() -> None:
     store[None, "y", torch.tensor([3])] = torch.tensor([-7])
     store[None, "y", torch.tensor([4])] = torch.tensor([-8])
     assert torch.equal(data.y, torch.arange(N))
-    assert store[None, "y", torch.tensor([2, 3, 4])].tolist() == [2, -7, -8]
+    store[None, "y", 5] = torch.tensor(-9)
+    assert store[None, "y", torch.tensor([2, 3, 4, 5])].tolist() == [2, -7, -8, -9]
 
 
 @pytest.mark.parametrize("quantized", [(), ("x",)], ids=["fp32", "int8"])

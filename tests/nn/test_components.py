@@ -152,6 +152,8 @@ def test_evaluation_has_the_formats_of_training(make: Any, compiled: bool) -> No
         file.seek(0)
         loaded.eval().load_state_dict(torch.load(file, weights_only=True))
         torch.testing.assert_close(loaded(first(x, *args), *args), trained.detach())
+        loaded.load_state_dict(first.state_dict())
+        assert not loaded.takes_activations
     torch.compiler.reset()
 
 
