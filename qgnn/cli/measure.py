@@ -76,6 +76,7 @@ class SavedBytes:
 
     def __init__(self, inputs: Iterable[Tensor] = ()) -> None:
         self._excluded: set[int] = set()
+        gc.collect()  # the memory of what is dead already may be given out again while counting
         for item in gc.get_objects():
             if type(item) in (Tensor, torch.nn.Parameter):
                 with contextlib.suppress(RuntimeError):  # what a compiler left behind has no memory

@@ -1,5 +1,6 @@
 """The measurements: bytes that autograd keeps, the peak of memory, the median of the step times."""
 
+import gc
 import platform
 import time
 from collections.abc import Callable
@@ -95,3 +96,21 @@ def test_peak_memory_survives_a_system_without_proc(monkeypatch: pytest.MonkeyPa
     peak = PeakMemory(CPU)
     peak.start()
     assert peak.mib is None
+
+
+def test_saved_bytes_excludes_nothing_that_is_dead() -> None:
+    """A tensor in a cycle is found by whoever looks for tensors, until a collection gives its memory to the next one."""
+    x = torch.randn(300, 100)
+    gc.collect()
+    gc.disable()
+    try:
+        cycle = [x + 1]
+        cycle.append(cycle)
+        del cycle
+        counter = SavedBytes()
+        gc.collect()
+        with counter.count():
+            kept = x.requires_grad_().exp()
+    finally:
+        gc.enable()
+    assert counter.mib == kept.nbytes / MIB
