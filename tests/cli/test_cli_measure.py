@@ -99,7 +99,7 @@ def test_peak_memory_survives_a_system_without_proc(monkeypatch: pytest.MonkeyPa
 
 
 def test_saved_bytes_excludes_nothing_that_is_dead() -> None:
-    """A tensor in a cycle is found by whoever looks for tensors, until a collection gives its memory to the next one."""
+    """Whoever looks for tensors finds one in a cycle, until a collection gives its memory to the next one."""
     x = torch.randn(300, 100)
     gc.collect()
     gc.disable()
