@@ -42,12 +42,6 @@ def _set_aside() -> None:
     gc.freeze()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Files run in their order: by their number of tests the longest ones, of few tests, would come last."""
-    if hasattr(config.option, "loadscopereorder"):
-        config.option.loadscopereorder = False
-
-
 def pytest_collection_finish() -> None:
     """The tests themselves."""
     _set_aside()
