@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgnn.packing import CHUNK, FLOAT8, Layout, packed_bytes, per_value, row_parts, scale_blocks_
+from qgnn.layout import FLOAT8, Layout
+from qgnn.packing import CHUNK, packed_bytes, per_value, row_parts, scale_blocks_
 from qgnn.rounding import MAX_BLOCK_SIZE
 
 

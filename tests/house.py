@@ -11,9 +11,15 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 
-PRIMITIVES = ("quantize", "matmul", "spmm", "sddmm", "softmax", "attention", "activation", "blocks", "adjacency")
+PRIMITIVES = (
+    *("quantize", "matmul", "spmm", "sddmm", "softmax", "attention", "activation", "blocks", "codes", "adjacency"),
+)
 # Primitives of two directions, each a function.
-PAIRS = {"blocks": {"blocks_pack", "blocks_unpack"}, "adjacency": {"adjacency_filter", "adjacency_merge"}}
+PAIRS = {
+    "blocks": {"blocks_pack", "blocks_unpack"},
+    "codes": {"codes_pack", "codes_unpack"},
+    "adjacency": {"adjacency_filter", "adjacency_merge"},
+}
 FUSED = ("graph_linear",)  # ops of several primitives
 
 # Lowest first. A module imports from its own floor or a lower one.
@@ -26,7 +32,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "bins",
         "memory",
         "packing",
-        "qtensor",
         "rng",
         "rounding",
         "tables",
@@ -36,7 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("edge_checks",),
     ("reference",),
     ("ops",),
-    ("compressed_tensor", "config", "edge_updates", "formats", "graph", "halo_graph"),
+    ("compressed_tensor", "config", "edge_updates", "formats", "graph", "halo_graph", "layout", "qtensor"),
     ("functional",),
     ("nn", "compress", "schedule", "metrics"),
     ("convert", "data", "distributed", "cli"),

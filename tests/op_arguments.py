@@ -11,6 +11,7 @@ import qgnn.ops.adjacency
 import qgnn.ops.attention
 import qgnn.ops.attention_dot
 import qgnn.ops.attention_gatv2
+import qgnn.ops.codes
 import qgnn.ops.graph_linear
 import qgnn.ops.matmul
 import qgnn.ops.quantize_grid
@@ -91,6 +92,10 @@ def arguments_of(name: str) -> dict[str, Any]:
         "adjacency_merge": lambda: {
             **{**csr, "order": GRAPH.csr.order.clone(), "weight": torch.rand(E), "new_row": torch.tensor([0, 3, 3])},
             **{"new_index": torch.tensor([4, 0, 0]), "new_order": torch.arange(E, E + 3), "new_weight": torch.rand(3)},
+        },
+        "codes_pack": lambda: {"codes": torch.randint(-4, 4, (S, F), dtype=torch.int8), "bits": 3},
+        "codes_unpack": lambda: {
+            **{"stored": torch.randint(256, (S, 3), dtype=torch.uint8), "bits": 3, "num_codes": F, "signed": True},
         },
         "quantize": lambda: {"x": torch.randn(S, F), **rounding(), "block_size": 4},
         "quantize_dequantize": lambda: {"x": torch.randn(S, F), **on_grid(Grid(4, False, 2, 0, 1, 0, -6, 6, False))},

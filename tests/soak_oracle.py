@@ -28,7 +28,7 @@ Options = dict[str, Any]
 EXACT = {
     *("quantize", "quantize_dequantize", "quantize_shared", "matmul", "matmul_requantize", "quantize_matmul"),
     *("quantize_matmul_requantize", "matmul_shared", "spmm_extremum", "spmm_extremum_dx", "activation"),
-    *("adjacency_filter", "adjacency_merge"),
+    *("adjacency_filter", "adjacency_merge", "codes_pack", "codes_unpack"),
 }
 
 

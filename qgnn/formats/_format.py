@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from qgnn.packing import Layout, packed_bytes
+from qgnn.layout import Layout
+from qgnn.packing import packed_bytes
 from qgnn.qtensor import QTensor
 from qgnn.reference._common import row_chunks
 from qgnn.rng import make_seed
@@ -183,9 +184,9 @@ def name_of(fmt: Format) -> str:
 
 
 def _stored(codes: Tensor, layout: Layout) -> Tensor:
-    """Codes as they are stored, packed by parts."""
+    """Codes as they are stored; those that become numbers first by parts."""
     parts = list(row_chunks(*codes.shape))
-    if layout.bits == 8 or len(parts) < 2:
+    if layout.bits == 8 or layout.mantissa_bits is None or len(parts) < 2:
         return layout.store(codes)
     stored = codes.new_empty((codes.shape[0], packed_bytes(codes.shape[1], layout.bits)), dtype=torch.uint8)
     for part in parts:

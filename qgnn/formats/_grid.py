@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qgnn import ops
 from qgnn.formats._format import Encoded, Format
-from qgnn.packing import FLOAT8, Layout
+from qgnn.layout import FLOAT8, Layout
 from qgnn.reference.grids import affine_codes_, blocks_of_rows, elements_, from_blocks, stored_exponent
 from qgnn.rng import make_seed
 from qgnn.rounding import Grid, shared_scale

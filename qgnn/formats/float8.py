@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qgnn.formats._format import Encoded, Format, check_kind, only_width
 from qgnn.formats._grid import float_grid
-from qgnn.packing import FLOAT8, Layout
+from qgnn.layout import FLOAT8, Layout
 from qgnn.reference._common import row_chunks
 from qgnn.reference.grids import round_elements_
 from qgnn.rng import random_bits16

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qgnn import ops
 from qgnn.formats._format import Encoded, Format, check_flag, check_width
-from qgnn.packing import Layout
+from qgnn.layout import Layout
 from qgnn.reference._common import row_chunks
 from qgnn.rng import random_bits16
 from qgnn.rounding import absmax_scale, round_codes

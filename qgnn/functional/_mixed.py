@@ -23,7 +23,8 @@ from qgnn.autocast import without_autocast
 from qgnn.config import QConfig
 from qgnn.formats import Format
 from qgnn.functional._operands import Operand, operand_of, product, round_rows, rows_of, stream_of
-from qgnn.packing import CHUNK, Layout, row_parts
+from qgnn.layout import Layout
+from qgnn.packing import CHUNK, row_parts
 from qgnn.qtensor import QTensor
 
 # Streams of one seed, beyond those of the operators: no two roundings of a call share random bits.

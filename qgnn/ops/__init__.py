@@ -11,6 +11,7 @@ from qgnn.ops.attention import attention
 from qgnn.ops.attention_dot import attention_dot
 from qgnn.ops.attention_gatv2 import attention_gatv2
 from qgnn.ops.blocks import blocks_pack, blocks_unpack
+from qgnn.ops.codes import codes_pack, codes_unpack
 from qgnn.ops.graph_linear import graph_linear
 from qgnn.ops.matmul import matmul
 from qgnn.ops.matmul_codes import matmul_codes, matmul_codes_dw, matmul_shared
@@ -34,6 +35,8 @@ __all__ = [
     "attention_scores",
     "blocks_pack",
     "blocks_unpack",
+    "codes_pack",
+    "codes_unpack",
     "graph_linear",
     "incidence_sum",
     "matmul",

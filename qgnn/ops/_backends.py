@@ -60,6 +60,8 @@ _HOMES = {
     "attention_dot_backward": "attention",
     "blocks_pack": "blocks",
     "blocks_unpack": "blocks",
+    "codes_pack": "codes",
+    "codes_unpack": "codes",
     "activation": "activation",
     "activation_backward": "activation",
     "adjacency_filter": "adjacency",
@@ -67,7 +69,7 @@ _HOMES = {
 }
 _ROUNDS = {
     *("quantize", "quantize_grad", "quantize_matmul", "quantize_matmul_requantize"),
-    *("matmul_requantize", "spmm_requantize", "blocks_pack", "blocks_unpack"),
+    *("matmul_requantize", "spmm_requantize", "blocks_pack", "blocks_unpack", "codes_pack", "codes_unpack"),
 }
 _CODES = (torch.int8, torch.uint8)
 # Primitives that walk the work items of graphs on a GPU: the arguments that these are handed over as, and which operand
@@ -90,7 +92,7 @@ _PLANS = {
 }
 _COPIES = {"adjacency_filter", "adjacency_merge"}  # whatever the type
 # Primitives that have no Triton kernel: their reference function runs on CUDA tensors as well.
-_WITHOUT_TRITON = {"spmm_extremum_dx", *_COPIES}
+_WITHOUT_TRITON = {"spmm_extremum_dx", "codes_pack", "codes_unpack", *_COPIES}
 
 
 class Backend:

@@ -36,7 +36,7 @@ _INDICES = (
     *("indptr", "index", "indptr_t", "index_t", "order_t", "order", "edge_order", "node", "arg"),
     *("new_row", "new_index", "new_order", "number"),
 )
-_BYTES = {"packed": "'blocks_pack'", "mask": "the forward pass"}
+_BYTES = {"packed": "'blocks_pack'", "stored": "'codes_pack'", "mask": "the forward pass"}
 _SCALES = {
     **{"x": "x_scale", "x_target": "target_scale", "x_source": "source_scale", "hidden": "hidden_scale"},
     **{"query": "query_scale", "key": "key_scale", "value": "value_scale"},
@@ -256,7 +256,7 @@ def _any_of(allowed: Collection[Any]) -> str:
 def _check_type(owner: str, name: str, t: Tensor, arguments: Mapping[str, Any]) -> None:
     if name in ("mask", "derivative") and not t.is_contiguous():
         raise ValueError(f"'{owner}' expects '{name}' to be contiguous, as the forward pass made it")
-    if name == "derivative" and t.dtype == torch.uint8:
+    if name == "codes" or (name == "derivative" and t.dtype == torch.uint8):  # the operator says what codes may be
         return
     if name in _INDICES:
         if t.dtype not in _INDEX_TYPES:

@@ -13,6 +13,7 @@ from qgnn.reference.attention import attention, attention_backward
 from qgnn.reference.attention_dot import attention_dot, attention_dot_backward
 from qgnn.reference.attention_gatv2 import attention_gatv2, attention_gatv2_backward
 from qgnn.reference.blocks import blocks_pack, blocks_unpack
+from qgnn.reference.codes import codes_pack, codes_unpack
 from qgnn.reference.dense import (
     matmul,
     matmul_dw,
@@ -57,6 +58,8 @@ __all__ = [
     "attention_scores_backward",
     "blocks_pack",
     "blocks_unpack",
+    "codes_pack",
+    "codes_unpack",
     "matmul",
     "matmul_dw",
     "matmul_requantize",

@@ -20,6 +20,7 @@ from qgnn.kernels.cpu import (
     adjacency,
     attention_shared,
     blocks,
+    codes,
     info,
     library,
     matmul,
@@ -184,9 +185,9 @@ def run_softmax(indptr: Tensor, index: Tensor, transposed: tuple[Tensor, Tensor]
 def run_attention(edge_index: Tensor, S: int, N: int) -> None:
     for kind in KINDS:
         for H, D in ((1, 1), (3, 7), (1, 40), (17, 4), (11, 8), (5, 16), (2, 130)):
-            for codes in (True, False):
-                g = graph_of(edge_index, S, N, torch.int32 if codes else torch.int64)
-                o = operands(kind, g, H, D, codes=codes, edges=True, dropout=True)
+            for is_int8 in (True, False):
+                g = graph_of(edge_index, S, N, torch.int32 if is_int8 else torch.int64)
+                o = operands(kind, g, H, D, codes=is_int8, edges=True, dropout=True)
                 grad = torch.randn(N, H * D)
                 for case in (o, o.but(edge_score=None, edge_x=None, dropout=DROPOUT._replace(threshold=0))):
                     case.options.pop("edge_x" if kind == "attention" else "edge_score", None)
@@ -237,6 +238,16 @@ def run_adjacency() -> None:
                 )
 
 
+def run_codes() -> None:
+    """Rows and storage that end behind any of the eight codes of a group."""
+    for bits, R in itertools.product(range(1, 17), (0, 1, 3)):
+        for num_codes in (*range(18), 8192 + 5):
+            values = torch.zeros((R, num_codes), dtype=torch.int8 if bits <= 8 else torch.int16)
+            stored = codes.codes_pack(values, bits=bits)
+            for signed in (False, True):
+                codes.codes_unpack(stored, bits=bits, num_codes=num_codes, signed=signed)
+
+
 def run_blocks() -> None:
     for bits in (1, 2, 4, 8):
         for block_size in (8, 24, 128, 1000, 1 << 16):
@@ -277,6 +288,7 @@ def main() -> None:
         run_matmul()
         run_matmul_shared()
         run_blocks()
+        run_codes()
         run_adjacency()
         run_graphs()
         info.info()

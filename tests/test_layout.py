@@ -1,28 +1,11 @@
-"""Codes of 1 to 16 bits in bytes: the bit stream, and the values of floating-point codes."""
+"""Layouts: codes along any dimension, the values of floating-point ones, and blocks and parts of values."""
 
 import pytest
 import torch
 
-from qgnn.packing import Layout, pack, packed_bytes, row_parts, scale_blocks_, unpack
-
-
-@pytest.mark.parametrize("bits", range(1, 17))
-def test_unpack_returns_what_was_packed(bits: int) -> None:
-    for num_codes in (0, 1, 7, 8, 9, 33):
-        codes = torch.randint(0, 1 << bits, (3, 2, num_codes), dtype=torch.int32)
-        stored = pack(codes, bits)
-        assert stored.dtype == torch.uint8
-        assert stored.shape == (3, 2, packed_bytes(num_codes, bits))
-        assert torch.equal(unpack(stored, bits, num_codes).int(), codes)
-
-
-@pytest.mark.parametrize("bits", range(1, 17))
-def test_packed_codes_are_a_little_endian_bit_stream(bits: int) -> None:
-    """A row's bytes are the digits of one large number, in which code ``i`` counts ``2**(i * bits)``."""
-    codes = torch.randint(-(1 << 20), 1 << 20, (2, 19))  # what lies above the lowest bits is not stored
-    for row, stored in zip(codes.tolist(), pack(codes, bits).tolist(), strict=True):
-        number = sum((code % (1 << bits)) << (i * bits) for i, code in enumerate(row))
-        assert bytes(stored) == number.to_bytes(packed_bytes(19, bits), "little")
+from qgnn import ops
+from qgnn.layout import Layout
+from qgnn.packing import packed_bytes, row_parts, scale_blocks_
 
 
 def minifloats(bits: int, mantissa_bits: int) -> torch.Tensor:
@@ -39,7 +22,8 @@ def minifloats(bits: int, mantissa_bits: int) -> torch.Tensor:
 @pytest.mark.parametrize(("bits", "mantissa_bits"), [(4, 1), (6, 2), (6, 3)])
 def test_floating_point_codes_are_those_of_the_definition(bits: int, mantissa_bits: int) -> None:
     layout = Layout(bits, (1 << bits,), mantissa_bits=mantissa_bits)
-    stored, values = pack(torch.arange(1 << bits), bits), minifloats(bits, mantissa_bits)
+    codes, values = torch.arange(1 << bits, dtype=torch.uint8), minifloats(bits, mantissa_bits)
+    stored = ops.codes_pack(codes[None], bits)[0]
     assert torch.equal(layout.load(stored), values)
     assert torch.equal(layout.load(stored).signbit(), values.signbit())  # of zeros too
     assert torch.equal(layout.store(values), stored)
