@@ -17,7 +17,7 @@ out=${1:-}
 budget=${2:-400}
 python=${PYTHON:-python3}
 tests=${TESTS-tests/kernels tests/ops tests/nn}
-suites=${SUITES-device train layer attention spmm matmul quantize sanitize sddmm,softmax,activation blocks memory}
+suites=${SUITES-device train layer attention spmm matmul quantize sanitize sddmm,softmax,activation blocks,codes memory}
 started=$(date -u +%Y-%m-%dT%H:%M:%S)
 failures=()
 

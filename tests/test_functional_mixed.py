@@ -12,6 +12,7 @@ from dense import assert_within, sum_bound
 from op_checks import assert_inputs_unchanged, assert_unbiased, gradients, saved_tensors, shares_memory
 from qgnn import QConfig, QTensor, functional, trace
 from qgnn.formats import MSFP, MXFP4, MXINT8, Blocks, FixedPoint, Format, Int, parse
+from qgnn.functional import _mixed
 
 N, K, M = 21, 40, 12  # no multiples of blocks of 16 or 32
 NAMES = ("int4", "int8-affine", "fixed6", "fixed12", "msfp12", "mxint8", "mxfp6-e2m3", "fp8-e4m3")
@@ -337,14 +338,19 @@ def test_codes_with_scales_of_columns_are_multiplied_by_them(fmt: Any) -> None:
 
 
 def test_large_constants_are_decoded_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same products, however many parts: each row of a result is one of the rows."""
-    x, w = torch.randn(40, 64), torch.randn(5, 64, requires_grad=True)
+    """The same products, however many parts: each row of a result is one of the rows. A part has at least eight times
+    the rows of the other operand, rounded up to a power of two: five of outputs, five of their gradients."""
+    x, w = torch.randn(200, 160), torch.randn(5, 160, requires_grad=True)
     config = QConfig(fmt=MXFP4(), rounding="nearest")
     whole = functional.linear(functional.quantize(x, config), w, config=config)
     whole.sum().backward()
     expected, w.grad = w.grad, None
-    monkeypatch.setattr("qgnn.functional._mixed.CHUNK", 64 * 7)
+    monkeypatch.setattr(_mixed, "CHUNK", 160 * 7)
+    sizes: list[int] = []
+    decode = _mixed.operand_of
+    monkeypatch.setattr(_mixed, "operand_of", lambda q: sizes.append(q.shape[0]) or decode(q))
     parts = functional.linear(functional.quantize(x, config), w, config=config)
     parts.sum().backward()
+    assert sizes == [64, 64, 64, 8, 64, 64, 32]
     torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(w.grad, expected)

@@ -14,6 +14,7 @@ SUITES = (
     *("train", "layer", "attention", "sampled", "spmm", "matmul", "sddmm", "softmax", "activation", "quantize"),
     *(
         "blocks",
+        "codes",
         "update",
         "optimizer",
         "memory",

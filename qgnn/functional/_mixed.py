@@ -31,6 +31,7 @@ from qgnn.qtensor import QTensor
 _INPUT, _WEIGHT, _GRAD, _WEIGHT_T, _INPUT_T, _GRAD_T, _WEIGHT_GRAD, _PARTS = 32, 33, 34, 35, 36, 37, 38, 64
 
 _PART = 16  # rows of a part at least: a product arranges its other operand anew for each part
+_RATIO = 8  # and as a multiple of its rows, where the parts are of codes: twice the bytes that it has in fp32
 
 
 @dataclass(frozen=True)
@@ -205,12 +206,13 @@ def _of_codes(q: QTensor, w: Operand, bias: Tensor | None) -> Tensor:
     """The product of rows that are codes already; packed ones are unpacked by parts."""
     if q.layout is None or (q.layout.bits == 8 and q.layout.mantissa_bits is None):
         return product(operand_of(q), w, bias, "forward")
-    return _by_parts(q, 0, lambda rows: product(rows, w, bias, "forward"))
+    return _by_parts(q, 0, w.num_rows, lambda rows: product(rows, w, bias, "forward"))
 
 
-def _by_parts(q: QTensor, dim: int, run: Callable[[Operand], Tensor]) -> Tensor:
-    """The matrix that ``run`` makes of rows, each a row (``dim=0``) or a column, with few of them unpacked at once."""
-    parts = list(_parts(*q.shape)) if q.has_parts else []
+def _by_parts(q: QTensor, dim: int, num_others: int, run: Callable[[Operand], Tensor]) -> Tensor:
+    """The matrix that ``run`` makes of rows, each a row (``dim=0``) or a column, with few of them unpacked at once: as
+    many as weigh up what ``run`` arranges of the ``num_others`` rows of its other operand."""
+    parts = list(_parts(q.shape[0], q.shape[1], _RATIO * num_others)) if q.has_parts else []
     if len(parts) < 2:
         return run(operand_of(q))
     out: Tensor | None = None
@@ -260,7 +262,7 @@ def _weight_grad(grad: Tensor, g: Operand, kept: _Kept, plan: Plan, seed: Tensor
     if x is not None:
         dw = product(gt, Operand(x.name, values=x.decoded().t()), None, "backward_dw")
     elif columns is not None:
-        dw = _by_parts(columns, 1, lambda rows: product(gt, rows, None, "backward_dw"))
+        dw = _by_parts(columns, 1, gt.num_rows, lambda rows: product(gt, rows, None, "backward_dw"))
     else:
         assert kept.rows is not None
         x = round_rows(_wide(kept.rows).t(), plan.x, plan.granularity, stream_of(seed, _INPUT_T))
@@ -287,13 +289,14 @@ def _becomes_codes(fmt: Format | None) -> bool:
     return fmt is None or fmt.is_integer
 
 
-def _parts(num_rows: int, width: int) -> Iterator[slice]:
-    """Slices of rows of at most :data:`CHUNK` values, and at least :data:`_PART` rows; one while compiling. Their rows
-    are a power of two, and what is left: along the nodes of sampled batches kernels see few sizes."""
+def _parts(num_rows: int, width: int, least: int = 1) -> Iterator[slice]:
+    """Slices of rows of at most :data:`CHUNK` values, but of at least ``least`` and :data:`_PART` rows; one while
+    compiling. Their rows are a power of two, and what is left: along the nodes of sampled batches kernels see few
+    sizes."""
     if torch.compiler.is_compiling():
         return iter([slice(0, num_rows)])
     width = max(1, width)
-    rows = max(_PART, 1 << max(1, CHUNK // width).bit_length() - 1)
+    rows = max(_PART, 1 << (max(1, least) - 1).bit_length(), 1 << max(1, CHUNK // width).bit_length() - 1)
     return row_parts(num_rows, width, rows * width)
 
 
