@@ -76,6 +76,12 @@ def quantize_grid(num_columns: int, group: int) -> Config:
     return {"BLOCK_R": min(256, 4096 // block_c), "BLOCK_C": block_c, **_options(4)}
 
 
+def codes(num_columns: int) -> Config:
+    """Bytes of codes, or codes of bytes: 16 elements a thread."""
+    block_c = _power_of_two(num_columns, 16, 512)
+    return {"BLOCK_R": 2048 // block_c, "BLOCK_C": block_c, **_options(4)}
+
+
 def activation(num_columns: int) -> Config:
     """Elementwise: 32 elements a thread, whose bits are one word."""
     block_f = _power_of_two(num_columns, 8, 512)

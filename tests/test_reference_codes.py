@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from code_cases import codes_of
+from kernel_cases import surrounded
 from qgnn.packing import CHUNK, packed_bytes
 from qgnn.reference import codes_pack, codes_unpack
 
@@ -32,3 +33,17 @@ def test_packed_codes_are_a_little_endian_bit_stream(bits: int) -> None:
     for row, stored in zip(codes.tolist(), codes_pack(codes, bits=bits).tolist(), strict=True):
         number = sum((code % (1 << bits)) << (i * bits) for i, code in enumerate(row))
         assert bytes(stored) == number.to_bytes(packed_bytes(19, bits), "little")
+
+
+@BITS
+def test_rows_may_lie_anywhere(bits: int) -> None:
+    """Behind an odd number of bytes, transposed, and without a sign."""
+    codes = codes_of(bits, 3, 24)
+    stored = codes_pack(codes, bits=bits)
+    views = [surrounded(codes, 0), codes.t().contiguous().t()]
+    if bits <= 8:
+        views.append(surrounded(codes.view(torch.uint8), 0))
+    for view in views:
+        assert torch.equal(codes_pack(view, bits=bits), stored)
+    for rows in (surrounded(stored, 0), stored.t().contiguous().t()):
+        assert torch.equal(codes_unpack(rows, bits=bits, num_codes=24, signed=True), codes)

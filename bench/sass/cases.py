@@ -5,11 +5,13 @@ tests/machine_budgets.py. The same calls run on a GPU where compute-sanitizer wa
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from qgnn.kernels.activation import activation, activation_backward
 from qgnn.kernels.blocks import blocks_pack, blocks_unpack
+from qgnn.kernels.codes import codes_pack, codes_unpack
 from qgnn.kernels.matmul import matmul, matmul_dw, matmul_requantize, quantize_matmul, quantize_matmul_requantize
 from qgnn.kernels.matmul_shared import matmul_shared
 from qgnn.kernels.memory import empty_codes
@@ -316,6 +318,21 @@ def _blocks_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
     }
 
 
+def _codes_cases(made: _Inputs) -> dict[str, Callable[[], Any]]:
+    def pack(bits: int) -> Tensor:
+        return codes_pack(made.codes(256) if bits <= 8 else made.codes(256).short(), bits=bits)
+
+    def unpack(bits: int) -> Tensor:
+        stored = torch.ones((made.num_nodes, 32 * bits), dtype=torch.uint8, device=made.device)
+        return codes_unpack(stored, bits=bits, num_codes=256, signed=True)
+
+    cases: dict[str, Callable[[], Any]] = {}
+    for bits in (3, 4, 7, 11):
+        cases[f"codes_pack/F256/int{bits}"] = partial(pack, bits)
+        cases[f"codes_unpack/F256/int{bits}"] = partial(unpack, bits)
+    return cases
+
+
 def make_cases(device: torch.device, num_nodes: int) -> dict[str, Callable[[], Any]]:
     """Calls of the launchers, by name."""
     made = _Inputs(device, num_nodes)
@@ -329,6 +346,7 @@ def make_cases(device: torch.device, num_nodes: int) -> dict[str, Callable[[], A
         **_sddmm_cases(made),
         **attention_cases(AttentionInputs(made.graph(), num_nodes, device)),
         **_blocks_cases(made),
+        **_codes_cases(made),
     }
 
 
@@ -338,6 +356,8 @@ MAIN = {
     "blocks_unpack/fp32/int2/G128",
     "blocks_pack/fp32/F128/int2/projection16/G128",
     "blocks_unpack/fp32/F128/int2/projection16/G128",
+    "codes_pack/F256/int3",
+    "codes_unpack/F256/int3",
     "quantize/fp32/F128",
     "quantize_grad/fp32/F128",
     "quantize_dequantize/fp32/F128/msfp12",

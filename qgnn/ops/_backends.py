@@ -92,7 +92,7 @@ _PLANS = {
 }
 _COPIES = {"adjacency_filter", "adjacency_merge"}  # whatever the type
 # Primitives that have no Triton kernel: their reference function runs on CUDA tensors as well.
-_WITHOUT_TRITON = {"spmm_extremum_dx", "codes_pack", "codes_unpack", *_COPIES}
+_WITHOUT_TRITON = {"spmm_extremum_dx", *_COPIES}
 
 
 class Backend:

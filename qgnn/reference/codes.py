@@ -22,10 +22,11 @@ def codes_pack(codes: Tensor, *, bits: int) -> Tensor:
         - **input:** ``[R, C]``, int8 or uint8 up to 8 bits, int16 above
         - **output:** uint8 ``[R, ceil(C * bits / 8)]``
     """
-    num_rows, num_codes = codes.shape
+    (num_rows, num_codes), kind = codes.shape, torch.uint8 if bits <= 8 else torch.int32
     stored = codes.new_empty((num_rows, packed_bytes(num_codes, bits)), dtype=torch.uint8)
     for part in row_parts(num_rows, num_codes, CHUNK):
-        stored[part] = _pack(codes[part].to(torch.uint8 if bits <= 8 else torch.int32), bits)
+        copy = codes[part].to(kind, copy=True, memory_format=torch.contiguous_format)  # words have to be aligned
+        stored[part] = _pack(copy, bits)
     return stored
 
 
@@ -46,7 +47,7 @@ def codes_unpack(stored: Tensor, *, bits: int, num_codes: int, signed: bool) -> 
     codes = stored.new_empty((stored.shape[0], num_codes), dtype=narrow if bits <= 8 else wide)
     sign = 1 << (bits - 1)
     for part in row_parts(stored.shape[0], num_codes, CHUNK):
-        unpacked = _unpack(stored[part], bits, num_codes)
+        unpacked = _unpack(stored[part].clone(memory_format=torch.contiguous_format), bits, num_codes)
         codes[part] = (unpacked ^ sign).to(torch.int32) - sign if signed else unpacked
     return codes
 
@@ -68,7 +69,7 @@ def _unpack(stored: Tensor, bits: int, num_codes: int) -> Tensor:
 
 
 def _padded(rows: Tensor, num_zeros: int) -> Tensor:
-    return (torch.nn.functional.pad(rows, (0, num_zeros)) if num_zeros else rows).contiguous()
+    return torch.nn.functional.pad(rows, (0, num_zeros)) if num_zeros else rows
 
 
 # Codes of less than 8 bits go eight at a time, as the lanes of a 64-bit word: twice as wide and half as many in each of

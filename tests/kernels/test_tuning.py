@@ -33,7 +33,7 @@ def test_tiles_are_powers_of_two_that_the_hardware_takes(arch: int) -> None:
             ]
             gathers = [tuning.spmm_rows(width, other), tuning.sddmm(width, other), tuning.spmm_extremum(width, other)]
             hubs = [tuning.spmm_hubs(width, False), tuning.spmm_extremum_hubs(width)]
-            rows = [tuning.quantize(width), tuning.quantize_grad(width), tuning.activation(width)]
+            rows = [f(width) for f in (tuning.quantize, tuning.quantize_grad, tuning.activation, tuning.codes)]
             by_head = [
                 tuning.attention(other, width, hubs=hubs, tiles=tiles) for hubs in (False, True) for tiles in (1, 2)
             ]
