@@ -3,13 +3,12 @@
     codes_pack:    codes [R, C] int8, uint8, or int16 above 8 bits  ->  stored [R, ceil(C * bits / 8)] uint8
     codes_unpack:  stored                                           ->  codes [R, C] int8 or uint8, int16 or int32 above
 
-Numerics: integers alone. A byte is put together from the few codes that have bits in it, and a code from its bytes,
-each by the thread that stores it; what neighbors share comes from the first-level cache.
+Numerics: integers alone. Eight codes, which fill as many bytes as each has bits, are a group: two words of four codes,
+in int32 up to 8 bits and int64 above. Where rows are aligned, as quantizing kernels lay them out, a thread reads the
+codes of a word at once.
 
 Oracle: qgnn.reference.codes_pack, codes_unpack
 """
-
-import math
 
 import torch
 import triton
@@ -20,21 +19,25 @@ from torch import Tensor
 
 
 @triton.jit
-def _shifted(x, left):
-    """To the left, or to the right by ``-left``."""
-    return tl.where(left >= 0, x << tl.maximum(left, 0), x >> tl.maximum(-left, 0))
+def _groups_of_tile(G, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Row and group in the row of each group of this program's tile, [BLOCK_R * BLOCK_G]; ``G`` are in a row."""
+    pid = tl.program_id(0)
+    tiles = (G + BLOCK_G - 1) // BLOCK_G
+    index = tl.arange(0, BLOCK_R * BLOCK_G)
+    return (pid // tiles).to(tl.int64) * BLOCK_R + index // BLOCK_G, (pid % tiles) * BLOCK_G + index % BLOCK_G
 
 
 @triton.jit
-def _tile(num_columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Rows and columns of this program's tile."""
-    pid = tl.program_id(0)
-    column_tiles = (num_columns + BLOCK_C - 1) // BLOCK_C
-    offs_r = (pid // column_tiles).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    return offs_r, (pid % column_tiles) * BLOCK_C + tl.arange(0, BLOCK_C)
+def _load_word(codes_ptr, row, first, inside, C, stride_cc, BITS: tl.constexpr, WORD: tl.constexpr):
+    """The codes ``first`` to ``first + 3`` of rows side by side in a word."""
+    four = tl.arange(0, 4)
+    offs_c = first[:, None] + four[None, :]
+    mask = inside[:, None] & (offs_c < C)
+    codes = tl.load(codes_ptr + row[:, None] + column_offsets(offs_c, stride_cc), mask=mask, other=0).to(WORD)
+    return tl.sum((codes & ((1 << BITS) - 1)) << (four * BITS)[None, :].to(WORD), axis=1)
 
 
-@triton.jit(do_not_specialize=["R", "C", "B"], do_not_specialize_on_alignment=["stride_cr"])
+@triton.jit(do_not_specialize=["R"])
 def _codes_pack_kernel(
     # output
     stored_ptr,
@@ -43,32 +46,38 @@ def _codes_pack_kernel(
     # sizes
     R,
     C,
-    B,
     BITS: tl.constexpr,
-    NUM: tl.constexpr,
+    BYTES: tl.constexpr,
     # strides
     stride_cr,
     stride_cc,
     # tiles
     BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
 ):
-    """One program owns a [BLOCK_R, BLOCK_C] tile of bytes, in each of which ``NUM`` codes at most have bits."""
-    offs_r, offs_b = _tile(B, BLOCK_R, BLOCK_C)
-    mask_r, mask_b = offs_r < R, offs_b < B
-    first = offs_b * 8 // BITS
-    left = first * BITS - offs_b * 8  # where the first of them begins in the byte: in front of it, or at its start
-    row = codes_ptr + offs_r[:, None] * stride_cr
-    byte = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
-    for i in tl.static_range(NUM):
-        mask = mask_r[:, None] & (mask_b & (first + i < C))[None, :]
-        code = tl.load(row + column_offsets(first + i, stride_cc)[None, :], mask=mask, other=0).to(tl.int32)
-        byte |= _shifted(code & ((1 << BITS) - 1), (left + i * BITS)[None, :])
-    stored = stored_ptr + offs_r[:, None] * B + offs_b[None, :]
-    tl.store(stored, byte.to(tl.uint8), mask=mask_r[:, None] & mask_b[None, :])
+    """One program owns ``BLOCK_G`` groups of each of ``BLOCK_R`` rows. ``BYTES`` is a power of two of at least
+    ``BITS``."""
+    WORD: tl.constexpr = tl.int32 if BITS <= 8 else tl.int64
+    HALF: tl.constexpr = 4 * BITS  # where the second word begins
+    offs_r, group = _groups_of_tile((C + 7) // 8, BLOCK_R, BLOCK_G)
+    inside = offs_r < R
+    row = offs_r * stride_cr
+    low = _load_word(codes_ptr, row, group * 8, inside, C, stride_cc, BITS, WORD)
+    high = _load_word(codes_ptr, row, group * 8 + 4, inside, C, stride_cc, BITS, WORD)
+
+    byte = tl.arange(0, BYTES)
+    bit = (byte * 8).to(WORD)[None, :]
+    of_low = tl.where(bit < HALF, low[:, None] >> tl.minimum(bit, HALF - 1), 0)
+    of_high = tl.where(bit >= HALF, high[:, None] >> tl.maximum(bit - HALF, 0), 0)
+    across = (bit < HALF) & (bit + 8 > HALF)
+    of_high |= tl.where(across, high[:, None] << tl.maximum(HALF - bit, 0) % 8, 0)
+    num_bytes = (C * BITS + 7) // 8
+    offs_b = group[:, None] * BITS + byte[None, :]
+    mask = inside[:, None] & (byte < BITS)[None, :] & (offs_b < num_bytes)
+    tl.store(stored_ptr + (offs_r * num_bytes)[:, None] + offs_b, (of_low | of_high).to(tl.uint8), mask=mask)
 
 
-@triton.jit(do_not_specialize=["R", "C", "B"], do_not_specialize_on_alignment=["stride_sr"])
+@triton.jit(do_not_specialize=["R"])
 def _codes_unpack_kernel(
     # output
     codes_ptr,
@@ -77,9 +86,7 @@ def _codes_unpack_kernel(
     # sizes
     R,
     C,
-    B,
     BITS: tl.constexpr,
-    NUM: tl.constexpr,
     # strides
     stride_sr,
     stride_sb,
@@ -87,47 +94,52 @@ def _codes_unpack_kernel(
     SIGNED: tl.constexpr,
     # tiles
     BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
 ):
-    """One program owns a [BLOCK_R, BLOCK_C] tile of codes, each of which has bits in ``NUM`` bytes at most."""
+    """One program owns ``BLOCK_G`` groups of each of ``BLOCK_R`` rows."""
+    WORD: tl.constexpr = tl.int32 if BITS <= 8 else tl.int64
+    HALF: tl.constexpr = 4 * BITS
     SIGN: tl.constexpr = 1 << (BITS - 1)
-    offs_r, offs_c = _tile(C, BLOCK_R, BLOCK_C)
-    mask_r, mask_c = offs_r < R, offs_c < C
-    first, right = offs_c * BITS // 8, offs_c * BITS % 8
-    row = stored_ptr + offs_r[:, None] * stride_sr
-    word = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
-    for i in tl.static_range(NUM):
-        mask = mask_r[:, None] & (mask_c & (first + i < B))[None, :]
-        byte = tl.load(row + column_offsets(first + i, stride_sb)[None, :], mask=mask, other=0).to(tl.int32)
-        word |= byte << 8 * i
-    code = (word >> right[None, :]) & ((1 << BITS) - 1)
+    offs_r, group = _groups_of_tile((C + 7) // 8, BLOCK_R, BLOCK_G)
+    inside = offs_r < R
+    num_bytes = (C * BITS + 7) // 8
+    row = stored_ptr + offs_r * stride_sr
+    low = tl.zeros((BLOCK_R * BLOCK_G,), WORD)
+    high = tl.zeros((BLOCK_R * BLOCK_G,), WORD)
+    for i in tl.static_range(BITS):
+        offs_b = group * BITS + i
+        byte = tl.load(row + column_offsets(offs_b, stride_sb), mask=inside & (offs_b < num_bytes), other=0).to(WORD)
+        if 8 * i < HALF:
+            low |= byte << 8 * i
+        if 8 * i >= HALF:
+            high |= byte << 8 * i - HALF
+        elif 8 * i + 8 > HALF:
+            high |= byte >> HALF - 8 * i
+
+    place = tl.arange(0, 8)
+    word = tl.where((place < 4)[None, :], low[:, None], high[:, None])
+    code = (word >> (place % 4 * BITS)[None, :].to(WORD)) & ((1 << BITS) - 1)
     if SIGNED:
         code = (code ^ SIGN) - SIGN
-    codes = codes_ptr + offs_r[:, None] * C + offs_c[None, :]
-    tl.store(codes, code.to(codes_ptr.dtype.element_ty), mask=mask_r[:, None] & mask_c[None, :])
-
-
-def _most(length: int, unit: int) -> int:
-    """How many units at most have a part of a stretch of ``length`` that begins at a multiple of it."""
-    return 1 + triton.cdiv(length - math.gcd(length, unit), unit)
+    offs_c = group[:, None] * 8 + place[None, :]
+    codes = codes_ptr + (offs_r * C)[:, None] + offs_c
+    tl.store(codes, code.to(codes_ptr.dtype.element_ty), mask=inside[:, None] & (offs_c < C))
 
 
 def codes_pack(codes: Tensor, *, bits: int) -> Tensor:
     """Bytes of codes; the parameters are those of :func:`qgnn.reference.codes_pack`."""
     R, C = codes.shape
-    B = -(-C * bits // 8)
-    stored = torch.empty((R, B), dtype=torch.uint8, device=codes.device)
+    stored = torch.empty((R, -(-C * bits // 8)), dtype=torch.uint8, device=codes.device)
     if stored.numel():
-        config = tuning.codes(B)
+        config = tuning.codes(C)
         with torch.cuda.device_of(codes):
-            _codes_pack_kernel[(_num_tiles(R, B, config),)](
+            _codes_pack_kernel[(_num_tiles(R, C, config),)](
                 stored_ptr=stored,
                 codes_ptr=codes,
                 R=R,
                 C=C,
-                B=B,
                 BITS=bits,
-                NUM=_most(8, bits),
+                BYTES=triton.next_power_of_2(bits),
                 stride_cr=codes.stride(0),
                 stride_cc=codes.stride(1),
                 **config,
@@ -137,20 +149,18 @@ def codes_pack(codes: Tensor, *, bits: int) -> Tensor:
 
 def codes_unpack(stored: Tensor, *, bits: int, num_codes: int, signed: bool) -> Tensor:
     """Codes of bytes; the parameters are those of :func:`qgnn.reference.codes_unpack`."""
-    R, B = stored.shape
+    R, C = stored.shape[0], num_codes
     narrow, wide = (torch.int8, torch.int16) if signed else (torch.uint8, torch.int32)
-    codes = torch.empty((R, num_codes), dtype=narrow if bits <= 8 else wide, device=stored.device)
+    codes = torch.empty((R, C), dtype=narrow if bits <= 8 else wide, device=stored.device)
     if codes.numel():
-        config = tuning.codes(num_codes)
+        config = tuning.codes(C)
         with torch.cuda.device_of(stored):
-            _codes_unpack_kernel[(_num_tiles(R, num_codes, config),)](
+            _codes_unpack_kernel[(_num_tiles(R, C, config),)](
                 codes_ptr=codes,
                 stored_ptr=stored,
                 R=R,
-                C=num_codes,
-                B=B,
+                C=C,
                 BITS=bits,
-                NUM=_most(bits, 8),
                 stride_sr=stored.stride(0),
                 stride_sb=stored.stride(1),
                 SIGNED=signed,
@@ -159,5 +169,5 @@ def codes_unpack(stored: Tensor, *, bits: int, num_codes: int, signed: bool) -> 
     return codes
 
 
-def _num_tiles(num_rows: int, num_columns: int, config: tuning.Config) -> int:
-    return triton.cdiv(num_rows, config["BLOCK_R"]) * triton.cdiv(num_columns, config["BLOCK_C"])
+def _num_tiles(num_rows: int, num_codes: int, config: tuning.Config) -> int:
+    return triton.cdiv(num_rows, config["BLOCK_R"]) * triton.cdiv(triton.cdiv(num_codes, 8), config["BLOCK_G"])

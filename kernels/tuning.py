@@ -77,9 +77,9 @@ def quantize_grid(num_columns: int, group: int) -> Config:
 
 
 def codes(num_columns: int) -> Config:
-    """Bytes of codes, or codes of bytes: 16 elements a thread."""
-    block_c = _power_of_two(num_columns, 16, 512)
-    return {"BLOCK_R": 2048 // block_c, "BLOCK_C": block_c, **_options(4)}
+    """Groups of eight codes: four a thread."""
+    block_g = _power_of_two(-(-num_columns // 8), 1, 256)
+    return {"BLOCK_R": 512 // block_g, "BLOCK_G": block_g, **_options(4)}
 
 
 def activation(num_columns: int) -> Config:

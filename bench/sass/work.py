@@ -50,13 +50,17 @@ def _values_of_bytes(*sizes: str) -> Callable[[dict[str, Any]], int]:
     return lambda launch: _tile(*sizes)(launch) * 8 // launch["BITS"]
 
 
+def _groups_of_eight(launch: dict[str, Any]) -> int:
+    return 8 * launch["BLOCK_R"] * launch["BLOCK_G"]
+
+
 WORK: dict[str, Work] = {
     "_blocks_pack_kernel": Work("value", _values_of_bytes("BLOCK_B", "BLOCK_R")),
     "_blocks_project_kernel": Work("value", _tile("BLOCK_N", "F"), in_loop=False, trips=_input_tiles),
     "_blocks_unproject_kernel": Work("output", _tile("BLOCK_N", "BLOCK_F"), in_loop=False),
     "_blocks_unpack_kernel": Work("value", _values_of_bytes("BLOCK_B", "BLOCK_R"), in_loop=False),
-    "_codes_pack_kernel": Work("value", _values_of_bytes("BLOCK_R", "BLOCK_C"), in_loop=False),
-    "_codes_unpack_kernel": Work("value", _tile("BLOCK_R", "BLOCK_C"), in_loop=False),
+    "_codes_pack_kernel": Work("value", _groups_of_eight, in_loop=False),
+    "_codes_unpack_kernel": Work("value", _groups_of_eight, in_loop=False),
     "_quantize_kernel": Work("value", _tile("BLOCK_N", "BLOCK_F")),
     "_quantize_grad_kernel": Work("value", _tile("BLOCK_N", "BLOCK_F")),
     "_quantize_grid_kernel": Work("value", _tile("BLOCK_R", "BLOCK_C"), in_loop=False),
