@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from qgnn.kernels import tuning
-from qgnn.kernels.memory import column_offsets
+from qgnn.kernels.memory import column_offsets, common_unit
 from torch import Tensor
 
 
@@ -37,7 +37,7 @@ def _load_word(codes_ptr, row, first, inside, C, stride_cc, BITS: tl.constexpr, 
     return tl.sum((codes & ((1 << BITS) - 1)) << (four * BITS)[None, :].to(WORD), axis=1)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["R", "C_UNITS"], do_not_specialize_on_alignment=["stride_cr"])
 def _codes_pack_kernel(
     # output
     stored_ptr,
@@ -45,23 +45,25 @@ def _codes_pack_kernel(
     codes_ptr,
     # sizes
     R,
-    C,
+    C_UNITS,
+    UNIT: tl.constexpr,
     BITS: tl.constexpr,
     BYTES: tl.constexpr,
-    # strides
+    # strides: of rows in units
     stride_cr,
     stride_cc,
     # tiles
     BLOCK_R: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """One program owns ``BLOCK_G`` groups of each of ``BLOCK_R`` rows. ``BYTES`` is a power of two of at least
-    ``BITS``."""
+    """One program owns ``BLOCK_G`` groups of each of ``BLOCK_R`` rows of ``C_UNITS * UNIT`` codes. ``BYTES`` is a power
+    of two of at least ``BITS``."""
+    C = C_UNITS * UNIT
     WORD: tl.constexpr = tl.int32 if BITS <= 8 else tl.int64
     HALF: tl.constexpr = 4 * BITS  # where the second word begins
     offs_r, group = _groups_of_tile((C + 7) // 8, BLOCK_R, BLOCK_G)
     inside = offs_r < R
-    row = offs_r * stride_cr
+    row = offs_r * stride_cr * UNIT
     low = _load_word(codes_ptr, row, group * 8, inside, C, stride_cc, BITS, WORD)
     high = _load_word(codes_ptr, row, group * 8 + 4, inside, C, stride_cc, BITS, WORD)
 
@@ -77,7 +79,7 @@ def _codes_pack_kernel(
     tl.store(stored_ptr + (offs_r * num_bytes)[:, None] + offs_b, (of_low | of_high).to(tl.uint8), mask=mask)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["R", "C_UNITS"], do_not_specialize_on_alignment=["stride_sr"])
 def _codes_unpack_kernel(
     # output
     codes_ptr,
@@ -85,7 +87,8 @@ def _codes_unpack_kernel(
     stored_ptr,
     # sizes
     R,
-    C,
+    C_UNITS,
+    UNIT: tl.constexpr,
     BITS: tl.constexpr,
     # strides
     stride_sr,
@@ -96,7 +99,8 @@ def _codes_unpack_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """One program owns ``BLOCK_G`` groups of each of ``BLOCK_R`` rows."""
+    """One program owns ``BLOCK_G`` groups of each of ``BLOCK_R`` rows of ``C_UNITS * UNIT`` codes."""
+    C = C_UNITS * UNIT
     WORD: tl.constexpr = tl.int32 if BITS <= 8 else tl.int64
     HALF: tl.constexpr = 4 * BITS
     SIGN: tl.constexpr = 1 << (BITS - 1)
@@ -131,16 +135,17 @@ def codes_pack(codes: Tensor, *, bits: int) -> Tensor:
     R, C = codes.shape
     stored = torch.empty((R, -(-C * bits // 8)), dtype=torch.uint8, device=codes.device)
     if stored.numel():
-        config = tuning.codes(C)
+        config, unit = tuning.codes(C), _unit(C, codes.stride(0))
         with torch.cuda.device_of(codes):
             _codes_pack_kernel[(_num_tiles(R, C, config),)](
                 stored_ptr=stored,
                 codes_ptr=codes,
                 R=R,
-                C=C,
+                C_UNITS=C // unit,
+                UNIT=unit,
                 BITS=bits,
                 BYTES=triton.next_power_of_2(bits),
-                stride_cr=codes.stride(0),
+                stride_cr=codes.stride(0) // unit,
                 stride_cc=codes.stride(1),
                 **config,
             )
@@ -153,13 +158,14 @@ def codes_unpack(stored: Tensor, *, bits: int, num_codes: int, signed: bool) -> 
     narrow, wide = (torch.int8, torch.int16) if signed else (torch.uint8, torch.int32)
     codes = torch.empty((R, C), dtype=narrow if bits <= 8 else wide, device=stored.device)
     if codes.numel():
-        config = tuning.codes(C)
+        config, unit = tuning.codes(C), _unit(C)
         with torch.cuda.device_of(stored):
             _codes_unpack_kernel[(_num_tiles(R, C, config),)](
                 codes_ptr=codes,
                 stored_ptr=stored,
                 R=R,
-                C=C,
+                C_UNITS=C // unit,
+                UNIT=unit,
                 BITS=bits,
                 stride_sr=stored.stride(0),
                 stride_sb=stored.stride(1),
@@ -167,6 +173,11 @@ def codes_unpack(stored: Tensor, *, bits: int, num_codes: int, signed: bool) -> 
                 **config,
             )
     return codes
+
+
+def _unit(num_codes: int, *strides: int) -> int:
+    """Whole groups where rows have them, or single codes: two kernels for all sizes."""
+    return 8 if common_unit(num_codes, *strides) >= 8 else 1
 
 
 def _num_tiles(num_rows: int, num_codes: int, config: tuning.Config) -> int:
