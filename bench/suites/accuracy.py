@@ -6,7 +6,6 @@ best validation epoch, in the metric of the data set. Cases under ``ablation`` t
 and together. The gate looks at the untrained model, whose result conversion may change by rounding alone.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,12 +19,11 @@ from qgnn.cli.recipe import Recipe
 from qgnn.cli.run import train_run
 from qgnn.cli.scheme import Scheme
 from qgnn.cli.task import NodeTask, Task
-from qgnn.data import DatasetError
 from qgnn.formats import Int
 
 from ..harness import Case, Measured, Provider
 from . import tasks
-from .inputs import Setting, require_bf16
+from .inputs import Setting, available, require_bf16
 from .step import TOLERANCE, tolerance_of
 
 GRAPHS = ("mutag", "proteins", "mutagenicity", "esol", "freesolv")
@@ -117,12 +115,8 @@ class Problem:
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    for dataset in setting.shapes(*NODES, *GRAPHS):
-        try:
-            tasks.load(dataset, "gcn", setting)
-        except DatasetError as error:
-            print(f"accuracy: {dataset}: not available: {error}; --root names the folder", file=sys.stderr, flush=True)
-            continue
+    datasets = setting.shapes(*NODES, *GRAPHS)
+    for dataset in available("accuracy", datasets, lambda dataset: tasks.load(dataset, "gcn", setting)):
         models = GRAPH_MODELS if tasks.is_of_graphs(dataset) else MODELS
         for model in setting.shapes(*models):
             for seed in setting.shapes(*range(NUM_SEEDS)):

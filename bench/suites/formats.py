@@ -21,18 +21,17 @@ import qgnn
 from qgnn import QConfig, formats
 from qgnn.cli.measure import SavedBytes
 from qgnn.cli.task import GraphTask
-from qgnn.data import DatasetError
 from qgnn.formats import Format
 from qgnn.functional import quantize
 from qgnn.memory import MIB
 from qgnn.qtensor import QTensor
 
 from ..clock import make_clock
-from ..harness import Case, Measured, Provider, UnavailableError
+from ..harness import Case, Measured, Provider
 from ..live import LiveBytes
 from . import pyg_models
 from .emulation import EmulatedLinear
-from .inputs import Setting, adjacency, graph_name, randn
+from .inputs import Setting, adjacency, from_root, graph_name, randn
 from .step import TOLERANCE, tolerance_of
 
 DATASETS = ("cora", "pubmed", "mutag")
@@ -62,10 +61,8 @@ class Pooled(torch.nn.Module):
 @lru_cache(maxsize=1)
 def load_graphs(name: str, setting: Setting) -> Data:
     """The graphs to train on, as one."""
-    try:
+    with from_root():
         return GraphTask(qgnn.data.load_graphs(name, setting.root), setting.device).parts[0]
-    except DatasetError as error:
-        raise UnavailableError(f"{error}; --root names the folder of the data sets") from error
 
 
 class Problem:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -16,6 +17,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 import qgnn
 from qgnn import QConfig
+from qgnn.data import DatasetError
 from qgnn.ops._backends import STREAM_PROJECTION
 from qgnn.reference.blocks import projection_signs, row_signs
 from qgnn.rng import make_seed
@@ -125,6 +127,15 @@ def package(name: str) -> ModuleType:
         return import_module(name)
     except ImportError as error:
         raise UnavailableError(f"{name} cannot be imported ({error})") from error
+
+
+@contextmanager
+def from_root() -> Iterator[None]:
+    """A data set whose files are not there is not available."""
+    try:
+        yield
+    except DatasetError as error:
+        raise UnavailableError(f"{error}; --root names the folder of the data sets") from error
 
 
 def available(suite: str, datasets: Sequence[str], load: Callable[[str], object]) -> Iterator[str]:

@@ -22,8 +22,7 @@ from qgnn.data.datasets import default_root
 from qgnn.data.embedded import read_archive
 
 from ..clock import make_clock
-from ..harness import UnavailableError
-from .inputs import Setting, adjacency_int64, graph, graph_name, randn
+from .inputs import Setting, adjacency_int64, from_root, graph, graph_name, randn
 
 PLANETOID = ("cora", "pubmed")
 DATASETS = ("cora", "pubmed", "photo", "dblp")
@@ -73,10 +72,8 @@ def load(name: str, with_normal_rows: bool, setting: Setting) -> Data:
     """A data set with one split."""
     if setting.quick:
         return graph("arxiv", setting)
-    try:
+    with from_root():
         data = read(name, setting.root)
-    except DatasetError as error:
-        raise UnavailableError(f"{error}; --root names the folder of the data sets") from error
     return (normalize_rows(data) if with_normal_rows else data).to(setting.device)
 
 

@@ -18,7 +18,7 @@ from qgnn.cli.task import NodeTask, Task, make_task
 from qgnn.data.datasets import GRAPH_ENTRIES, key
 
 from . import pyg_models
-from .inputs import Setting, adjacency_int64, graph, graph_name
+from .inputs import Setting, adjacency_int64, from_root, graph, graph_name
 
 QUICK_EPOCHS = 3
 FP32 = Scheme.from_parts(FULL_PRECISION[0])
@@ -46,9 +46,10 @@ def load(dataset: str, model: str, setting: Setting) -> tuple[Task, Recipe]:
     """The task and the usual recipe of the model on it.
 
     Raises:
-        DatasetError: If the files of the data set are not there.
+        UnavailableError: If the files of the data set are not there.
     """
-    data = _data(dataset, setting)
+    with from_root():
+        data = _data(dataset, setting)
     recipe = recipe_for(argparse.Namespace(dataset=dataset, model=model, **dict.fromkeys(GIVEN)), num_edges_of(data))
     if setting.quick:
         recipe = replace(recipe, epochs=QUICK_EPOCHS)

@@ -5,7 +5,6 @@ A case is a data set, a format and a width: the GCN of ``qgnn train`` from a few
 in full precision, and the error of what its layers read in their first step. Its gate looks at the untrained model.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -20,14 +19,13 @@ from qgnn.cli.recipe import Recipe
 from qgnn.cli.run import Run, paired_run
 from qgnn.cli.scheme import UNQUANTIZED, Scheme
 from qgnn.cli.task import Task
-from qgnn.data import DatasetError
 from qgnn.formats import MSFP, FixedPoint, Format, Int
 from qgnn.metrics import error_x
 from qgnn.nn import QGCNConv
 
 from ..harness import Case, Measured, Provider
 from . import tasks
-from .inputs import Setting
+from .inputs import Setting, available
 from .step import tolerance_of
 
 # Without physics, of which a run takes ten minutes.
@@ -148,12 +146,8 @@ class Problem:
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    for dataset in setting.shapes(*NODES, *GRAPHS):
-        try:
-            load(dataset, setting)
-        except DatasetError as error:
-            print(f"threshold: {dataset}: not available: {error}; --root names the folder", file=sys.stderr, flush=True)
-            continue
+    datasets = setting.shapes(*NODES, *GRAPHS)
+    for dataset in available("threshold", datasets, lambda dataset: load(dataset, setting)):
         for bits in setting.shapes(*WIDTHS):
             for family in FORMATS:
                 yield Problem(dataset, family, bits, setting).case()
