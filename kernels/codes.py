@@ -20,11 +20,13 @@ from torch import Tensor
 
 @triton.jit
 def _groups_of_tile(G, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Row and group in the row of each group of this program's tile, [BLOCK_R * BLOCK_G]; ``G`` are in a row."""
+    """Row and group in the row of each group of this program's tile, [BLOCK_R * BLOCK_G]; ``G`` are in a row, whose
+    codes and bytes may be more than 32 bits count."""
     pid = tl.program_id(0)
     tiles = (G + BLOCK_G - 1) // BLOCK_G
     index = tl.arange(0, BLOCK_R * BLOCK_G)
-    return (pid // tiles).to(tl.int64) * BLOCK_R + index // BLOCK_G, (pid % tiles) * BLOCK_G + index % BLOCK_G
+    first_row, first_group = (pid // tiles).to(tl.int64) * BLOCK_R, (pid % tiles).to(tl.int64) * BLOCK_G
+    return first_row + index // BLOCK_G, first_group + index % BLOCK_G
 
 
 @triton.jit
@@ -70,10 +72,10 @@ def _codes_pack_kernel(
     byte = tl.arange(0, BYTES)
     bit = (byte * 8).to(WORD)[None, :]
     of_low = tl.where(bit < HALF, low[:, None] >> tl.minimum(bit, HALF - 1), 0)
-    of_high = tl.where(bit >= HALF, high[:, None] >> tl.maximum(bit - HALF, 0), 0)
+    of_high = tl.where(bit >= HALF, high[:, None] >> tl.minimum(tl.maximum(bit - HALF, 0), HALF - 1), 0)
     across = (bit < HALF) & (bit + 8 > HALF)
     of_high |= tl.where(across, high[:, None] << tl.maximum(HALF - bit, 0) % 8, 0)
-    num_bytes = (C * BITS + 7) // 8
+    num_bytes = (C.to(tl.int64) * BITS + 7) // 8
     offs_b = group[:, None] * BITS + byte[None, :]
     mask = inside[:, None] & (byte < BITS)[None, :] & (offs_b < num_bytes)
     tl.store(stored_ptr + (offs_r * num_bytes)[:, None] + offs_b, (of_low | of_high).to(tl.uint8), mask=mask)
@@ -106,7 +108,7 @@ def _codes_unpack_kernel(
     SIGN: tl.constexpr = 1 << (BITS - 1)
     offs_r, group = _groups_of_tile((C + 7) // 8, BLOCK_R, BLOCK_G)
     inside = offs_r < R
-    num_bytes = (C * BITS + 7) // 8
+    num_bytes = (C.to(tl.int64) * BITS + 7) // 8
     row = stored_ptr + offs_r * stride_sr
     low = tl.zeros((BLOCK_R * BLOCK_G,), WORD)
     high = tl.zeros((BLOCK_R * BLOCK_G,), WORD)
@@ -176,7 +178,7 @@ def codes_unpack(stored: Tensor, *, bits: int, num_codes: int, signed: bool) -> 
 
 
 def _unit(num_codes: int, *strides: int) -> int:
-    """Whole groups where rows have them, or single codes: two kernels for all sizes."""
+    """Whole groups where rows have them, or single codes: two kernels for all sizes of a tile."""
     return 8 if common_unit(num_codes, *strides) >= 8 else 1
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qgnn import ops
+from qgnn.packing import code_dtype
 
 # By bits of the mantissa: the type of torch that holds all values of a format of at most 8 bits.
 FLOAT8 = {1: torch.float8_e5m2, 2: torch.float8_e5m2, 3: torch.float8_e4m3fn}
@@ -91,9 +92,7 @@ class Layout:
         """Type of what :meth:`load` returns."""
         if self.mantissa_bits is not None:
             return torch.float32
-        if self.bits <= 8:
-            return torch.int8 if self.signed else torch.uint8
-        return torch.int16 if self.signed else torch.int32
+        return code_dtype(self.bits, self.signed)
 
     @property
     def min_exponent(self) -> int:

@@ -40,6 +40,12 @@ def scale_blocks_(values: Tensor, scale: Tensor, block_size: int, dim: int = -1)
     return values
 
 
+def code_dtype(bits: int, signed: bool) -> torch.dtype:
+    """The type of integer codes once they are unpacked."""
+    narrow, wide = (torch.int8, torch.int16) if signed else (torch.uint8, torch.int32)
+    return narrow if bits <= 8 else wide
+
+
 def packed_bytes(num_codes: int, bits: int) -> int:
     """Bytes of so many codes."""
     return -(-num_codes * bits // 8)

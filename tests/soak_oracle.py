@@ -296,7 +296,7 @@ def watched() -> Iterator[dict[str, int]]:
         calls[primitive] = calls.get(primitive, 0) + 1
         given.pop("format_name", None)
         bits = given.pop("bits", 8)
-        if primitive in _backends._ROUNDS:
+        if primitive in _backends._TAKES_BITS:
             given["bits"] = bits
         try:
             check(primitive, self._primitives[primitive], tuple(before), given, results)

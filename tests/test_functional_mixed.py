@@ -337,20 +337,21 @@ def test_codes_with_scales_of_columns_are_multiplied_by_them(fmt: Any) -> None:
     assert (y - q.dequantize() @ w.t()).abs().max() <= 2.0**-13 * (q.dequantize().abs() @ w.abs().t()).max()
 
 
-def test_large_constants_are_decoded_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same products, however many parts: each row of a result is one of the rows. A part has at least eight times
-    the rows of the other operand, rounded up to a power of two: five of outputs, five of their gradients."""
-    x, w = torch.randn(200, 160), torch.randn(5, 160, requires_grad=True)
-    config = QConfig(fmt=MXFP4(), rounding="nearest")
+@pytest.mark.parametrize(("fmt", "rows"), [(MXFP4(), 16), (MSFP(3), 32)], ids=str)
+def test_large_constants_are_decoded_by_parts(fmt: Format, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same products, however many parts: each row of a result is one of the rows. Values of a part take no more
+    bytes than the twelve rows of the other operand, down to a power of two: 8 in fp32, but 16 at least; 32 of codes."""
+    x, w = torch.randn(72, 80), torch.randn(12, 80, requires_grad=True)
+    config = QConfig(fmt=fmt, rounding="nearest")
     whole = functional.linear(functional.quantize(x, config), w, config=config)
     whole.sum().backward()
     expected, w.grad = w.grad, None
-    monkeypatch.setattr(_mixed, "CHUNK", 160 * 7)
+    monkeypatch.setattr(_mixed, "CHUNK", 80 * 7)
     sizes: list[int] = []
     decode = _mixed.operand_of
     monkeypatch.setattr(_mixed, "operand_of", lambda q: sizes.append(q.shape[0]) or decode(q))
     parts = functional.linear(functional.quantize(x, config), w, config=config)
     parts.sum().backward()
-    assert sizes == [64, 64, 64, 8, 64, 64, 32]
+    assert sizes == [min(rows, n - first) for n in (72, 80) for first in range(0, n, rows)]
     torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(w.grad, expected)

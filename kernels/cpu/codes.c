@@ -4,6 +4,10 @@
 
 #include "common.h"
 
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the first byte of a word has to be its lowest"
+#endif
+
 /* Eight codes, which fill as many bytes as a code has bits, are a group. A piece of a row is some groups. */
 enum { GROUP = 8, PIECE = 1 << 13 };
 
@@ -69,8 +73,9 @@ INLINE void pack_group(uint8_t *stored, const char *codes, int64_t count, const 
     uint64_t words[2] = {0};
     if (bits <= 8) words[0] = join_lanes(load_word(codes, count), 8, bits);
     else {
-        const uint64_t low = join_lanes(load_word(codes, 2 * min_i64(count, 4)), 16, bits);
-        const uint64_t high = join_lanes(load_word(codes + 8, 2 * max_i64(count - 4, 0)), 16, bits);
+        const int64_t first = min_i64(count, 4);
+        const uint64_t low = join_lanes(load_word(codes, 2 * first), 16, bits);
+        const uint64_t high = join_lanes(load_word(codes + 2 * first, 2 * (count - first)), 16, bits);
         words[0] = bits == 16 ? low : low | high << 4 * bits;
         words[1] = bits == 16 ? high : high >> (64 - 4 * bits);
     }

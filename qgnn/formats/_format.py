@@ -184,9 +184,9 @@ def name_of(fmt: Format) -> str:
 
 
 def _stored(codes: Tensor, layout: Layout) -> Tensor:
-    """Codes as they are stored; those that become numbers first by parts."""
-    parts = list(row_chunks(*codes.shape))
-    if layout.bits == 8 or layout.mantissa_bits is None or len(parts) < 2:
+    """Codes as they are stored; by parts those of which a copy in another type is packed."""
+    parts, is_packed_as_is = list(row_chunks(*codes.shape)), codes.dtype in (torch.int8, torch.uint8, torch.int16)
+    if layout.bits == 8 or is_packed_as_is or len(parts) < 2:
         return layout.store(codes)
     stored = codes.new_empty((codes.shape[0], packed_bytes(codes.shape[1], layout.bits)), dtype=torch.uint8)
     for part in parts:

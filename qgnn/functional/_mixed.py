@@ -22,7 +22,7 @@ from qgnn import ops
 from qgnn.autocast import without_autocast
 from qgnn.config import QConfig
 from qgnn.formats import Format
-from qgnn.functional._operands import Operand, operand_of, product, round_rows, rows_of, stream_of
+from qgnn.functional._operands import Operand, has_codes, operand_of, product, round_rows, rows_of, stream_of
 from qgnn.layout import Layout
 from qgnn.packing import CHUNK, row_parts
 from qgnn.qtensor import QTensor
@@ -30,8 +30,9 @@ from qgnn.qtensor import QTensor
 # Streams of one seed, beyond those of the operators: no two roundings of a call share random bits.
 _INPUT, _WEIGHT, _GRAD, _WEIGHT_T, _INPUT_T, _GRAD_T, _WEIGHT_GRAD, _PARTS = 32, 33, 34, 35, 36, 37, 38, 64
 
-_PART = 16  # rows of a part at least: a product arranges its other operand anew for each part
-_RATIO = 8  # and as a multiple of its rows, where the parts are of codes: twice the bytes that it has in fp32
+# Rows of a part at least, as a product arranges its other operand anew for each part. For the same reason they may take
+# as many bytes as that operand has in fp32.
+_PART = 16
 
 
 @dataclass(frozen=True)
@@ -210,9 +211,10 @@ def _of_codes(q: QTensor, w: Operand, bias: Tensor | None) -> Tensor:
 
 
 def _by_parts(q: QTensor, dim: int, num_others: int, run: Callable[[Operand], Tensor]) -> Tensor:
-    """The matrix that ``run`` makes of rows, each a row (``dim=0``) or a column, with few of them unpacked at once: as
-    many as weigh up what ``run`` arranges of the ``num_others`` rows of its other operand."""
-    parts = list(_parts(q.shape[0], q.shape[1], _RATIO * num_others)) if q.has_parts else []
+    """The matrix that ``run`` makes of rows, each a row (``dim=0``) or a column, with few of them unpacked at once: no
+    more bytes than the ``num_others`` rows of its other operand have in fp32, or those of :data:`CHUNK` values."""
+    least = (4 if has_codes(q) else 1) * num_others
+    parts = list(_parts(q.shape[0], q.shape[1], least)) if q.has_parts else []
     if len(parts) < 2:
         return run(operand_of(q))
     out: Tensor | None = None
@@ -290,13 +292,13 @@ def _becomes_codes(fmt: Format | None) -> bool:
 
 
 def _parts(num_rows: int, width: int, least: int = 1) -> Iterator[slice]:
-    """Slices of rows of at most :data:`CHUNK` values, but of at least ``least`` and :data:`_PART` rows; one while
+    """Slices of rows of at most :data:`CHUNK` values or ``least`` rows, and at least :data:`_PART` rows; one while
     compiling. Their rows are a power of two, and what is left: along the nodes of sampled batches kernels see few
     sizes."""
     if torch.compiler.is_compiling():
         return iter([slice(0, num_rows)])
     width = max(1, width)
-    rows = max(_PART, 1 << (max(1, least) - 1).bit_length(), 1 << max(1, CHUNK // width).bit_length() - 1)
+    rows = max(_PART, 1 << max(1, least, CHUNK // width).bit_length() - 1)
     return row_parts(num_rows, width, rows * width)
 
 

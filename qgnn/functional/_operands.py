@@ -88,14 +88,22 @@ def round_rows(rows: Tensor, fmt: Format | None, granularity: str, seed: Tensor 
 
 def operand_of(q: QTensor) -> Operand:
     """Rows ``[R, C]`` that are codes already, with scales of rows or of blocks of columns."""
-    layout = q.layout
-    if q.zero is None and q.code_dtype == torch.int8:
-        if q.block_size is None and q.scales.shape[-1] == 1:
-            return Operand(q.name, codes=q.codes, scale=q.scale.reshape(-1))
-        if layout is not None and q.block_size and layout.dim == -1:
-            grid = Grid(q.block_size, False, 0, layout.fraction_bits, 0, 0, 0, 0, False)
-            return Operand(q.name, codes=q.codes, exponent=q.scales.view(torch.uint8), grid=grid)
-    return Operand(q.name, values=decoded(q))
+    if not has_codes(q):
+        return Operand(q.name, values=decoded(q))
+    if q.block_size is None:
+        return Operand(q.name, codes=q.codes, scale=q.scale.reshape(-1))
+    assert q.layout is not None
+    grid = Grid(q.block_size, False, 0, q.layout.fraction_bits, 0, 0, 0, 0, False)
+    return Operand(q.name, codes=q.codes, exponent=q.scales.view(torch.uint8), grid=grid)
+
+
+def has_codes(q: QTensor) -> bool:
+    """Whether integer kernels multiply the codes of such rows; otherwise they are decoded."""
+    if q.zero is not None or q.code_dtype != torch.int8:
+        return False
+    if q.block_size is None:
+        return q.scales.shape[-1] == 1
+    return q.layout is not None and q.layout.dim == -1
 
 
 def decoded(q: QTensor) -> Tensor:

@@ -67,7 +67,7 @@ _HOMES = {
     "adjacency_filter": "adjacency",
     "adjacency_merge": "adjacency",
 }
-_ROUNDS = {
+_TAKES_BITS = {
     *("quantize", "quantize_grad", "quantize_matmul", "quantize_matmul_requantize"),
     *("matmul_requantize", "spmm_requantize", "blocks_pack", "blocks_unpack", "codes_pack", "codes_unpack"),
 }
@@ -123,7 +123,7 @@ class Backend:
         if self._serves is not None and not self._serves(primitive, operands, options):
             return torch_backend().call(primitive, trace_name, *operands, bits=bits, **options)
         format_name = options.pop("format_name", None)
-        if primitive in _ROUNDS:
+        if primitive in _TAKES_BITS:
             options["bits"] = bits
         result = self._primitives[primitive](*operands, **options)
         if trace.recording():

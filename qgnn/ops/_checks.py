@@ -74,23 +74,23 @@ class _Dimension:
     def fits(self, size: Any, sizes: dict[str, Any]) -> bool:
         """Whether ``size`` is right; a new letter gets its part of it."""
         if self.letter is None:
-            return _may_hold(size == self.more)
+            return may_hold(size == self.more)
         if self.per is not None:
             per = int(self.per) if self.per.isdigit() else sizes[self.per]
-            return _may_hold(size == (sizes[self.letter] + per - 1) // per)
+            return may_hold(size == (sizes[self.letter] + per - 1) // per)
         if self.more:
             size = size - self.more
-            if not _may_hold(size >= 0):
+            if not may_hold(size >= 0):
                 return False
         if self.times is not None:
             times = sizes[self.times]
-            if not _may_hold(times > 0) or not _may_hold(size % times == 0):
+            if not may_hold(times > 0) or not may_hold(size % times == 0):
                 return False
             size = size // times
-        return _may_hold(sizes.setdefault(self.letter, size) == size)
+        return may_hold(sizes.setdefault(self.letter, size) == size)
 
 
-def _may_hold(condition: Any) -> bool:
+def may_hold(condition: Any) -> bool:
     """The condition, or true where a compiler cannot know it yet: sizes that depend on data. The call itself checks."""
     return condition if isinstance(condition, bool) else guard_or_true(condition)
 
@@ -156,13 +156,13 @@ class Signature:
             if name in tensors:
                 _check_bins(owner, name, tensors[name], arguments[bits])
         for letter, parts in self.shares.items():
-            if parts in sizes and not _may_hold(sizes[letter] % sizes[parts] == 0 if sizes[parts] else False):
+            if parts in sizes and not may_hold(sizes[letter] % sizes[parts] == 0 if sizes[parts] else False):
                 raise ValueError(
                     f"'{owner}' expects {letter} to be a multiple of {parts} (got {letter} = {sizes[letter]}, "
                     f"{parts} = {sizes[parts]})"
                 )
         for letter in self.int32_sums:
-            if letter in sizes and not _may_hold(sizes[letter] <= MAX_TERMS):
+            if letter in sizes and not may_hold(sizes[letter] <= MAX_TERMS):
                 raise ValueError(
                     f"'{owner}' sums at most {MAX_TERMS} products of codes in int32 (got {letter} = {sizes[letter]}); "
                     f"split the features"

@@ -6,15 +6,11 @@ import torch
 from torch import Tensor
 
 from qgnn.ops._backends import Backend
-from qgnn.ops._checks import Signature
+from qgnn.ops._checks import Signature, may_hold
 from qgnn.ops._operator import define
-from qgnn.packing import packed_bytes
+from qgnn.packing import code_dtype, packed_bytes
 
 _BITS = range(1, 17)
-
-
-def _format_name(bits: int, signed: bool) -> str:
-    return f"int{bits}" if signed else f"uint{bits}"
 
 
 def _check_codes(codes: Tensor, bits: int) -> None:
@@ -27,8 +23,7 @@ def _check_codes(codes: Tensor, bits: int) -> None:
 
 def _codes_pack(backend: Backend, codes: Tensor, bits: int) -> Tensor:
     _check_codes(codes, bits)
-    name = _format_name(bits, codes.dtype != torch.uint8)
-    return backend.call("codes_pack", "codes.pack", codes, bits=bits, format_name=name)
+    return backend.call("codes_pack", "codes.pack", codes, bits=bits, format_name=f"int{bits}")
 
 
 def _fake_codes_pack(codes: Tensor, bits: int) -> Tensor:
@@ -46,7 +41,7 @@ codes_pack = define(
 
 
 def _check_stored(stored: Tensor, bits: int, num_codes: int) -> None:
-    if num_codes < 0 or stored.shape[1] != packed_bytes(num_codes, bits):
+    if not (may_hold(num_codes >= 0) and may_hold(stored.shape[1] == packed_bytes(num_codes, bits))):
         raise ValueError(
             f"'qgnn::codes_unpack' expects 'stored' to have the ceil(num_codes * bits / 8) bytes of a row (got "
             f"{stored.shape[1]} bytes for {num_codes} codes of {bits} bits)"
@@ -55,14 +50,13 @@ def _check_stored(stored: Tensor, bits: int, num_codes: int) -> None:
 
 def _codes_unpack(backend: Backend, stored: Tensor, bits: int, num_codes: int, signed: bool) -> Tensor:
     _check_stored(stored, bits, num_codes)
-    options = {"num_codes": num_codes, "signed": signed, "format_name": _format_name(bits, signed)}
+    options = {"num_codes": num_codes, "signed": signed, "format_name": f"int{bits}"}
     return backend.call("codes_unpack", "codes.unpack", stored, bits=bits, **options)
 
 
 def _fake_codes_unpack(stored: Tensor, bits: int, num_codes: int, signed: bool) -> Tensor:
     _check_stored(stored, bits, num_codes)
-    narrow, wide = (torch.int8, torch.int16) if signed else (torch.uint8, torch.int32)
-    return stored.new_empty((stored.shape[0], num_codes), dtype=narrow if bits <= 8 else wide)
+    return stored.new_empty((stored.shape[0], num_codes), dtype=code_dtype(bits, signed))
 
 
 codes_unpack = define(

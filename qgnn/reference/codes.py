@@ -8,7 +8,7 @@ codes in each group of eight. Each row starts at a byte.
 import torch
 from torch import Tensor
 
-from qgnn.packing import CHUNK, packed_bytes, row_parts
+from qgnn.packing import CHUNK, code_dtype, packed_bytes, row_parts
 
 
 def codes_pack(codes: Tensor, *, bits: int) -> Tensor:
@@ -43,8 +43,7 @@ def codes_unpack(stored: Tensor, *, bits: int, num_codes: int, signed: bool) -> 
         - **input:** uint8 ``[R, ceil(num_codes * bits / 8)]``
         - **output:** ``[R, num_codes]``, int8 or, without a sign, uint8 up to 8 bits; int16 or int32 above
     """
-    narrow, wide = (torch.int8, torch.int16) if signed else (torch.uint8, torch.int32)
-    codes = stored.new_empty((stored.shape[0], num_codes), dtype=narrow if bits <= 8 else wide)
+    codes = stored.new_empty((stored.shape[0], num_codes), dtype=code_dtype(bits, signed))
     sign = 1 << (bits - 1)
     for part in row_parts(stored.shape[0], num_codes, CHUNK):
         unpacked = _unpack(stored[part].clone(memory_format=torch.contiguous_format), bits, num_codes)

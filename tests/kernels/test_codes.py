@@ -1,15 +1,19 @@
 """Codes in bytes and back: the Triton kernels equal the reference, in every bit."""
 
+from typing import Any
+
 import pytest
 import torch
-from qgnn.kernels.codes import codes_pack, codes_unpack
+from qgnn.kernels import tuning
+from qgnn.kernels.codes import _codes_pack_kernel, _codes_unpack_kernel, codes_pack, codes_unpack
+from qgnn.kernels.memory import empty_codes
 from torch import Tensor
 
 from code_cases import codes_of
 from kernel_cases import surrounded
 from qgnn import reference
 
-WIDTHS = (0, 1, 7, 8, 9, 33, 515)  # the last one: two tiles
+WIDTHS = (0, 1, 7, 8, 9, 33, 40, 2051, 2056)  # the last two: two tiles, of single codes and of whole groups
 
 
 def assert_equals_reference(codes: Tensor, bits: int) -> None:
@@ -27,6 +31,30 @@ def assert_equals_reference(codes: Tensor, bits: int) -> None:
 def test_all_widths_of_codes_and_rows(device: str, bits: int) -> None:
     for num_codes in WIDTHS:
         assert_equals_reference(codes_of(bits, 5, num_codes).to(device), bits)
+
+
+@pytest.mark.parametrize("bits", [3, 8])
+def test_rows_as_kernels_lay_them_out_and_codes_without_a_sign(device: str, bits: int) -> None:
+    for num_codes in (37, 40):
+        codes = empty_codes(5, num_codes, torch.device(device)).copy_(codes_of(bits, 5, num_codes))
+        assert codes.stride(0) == 48
+        assert_equals_reference(codes, bits)
+        assert_equals_reference(codes.view(torch.uint8), bits)
+
+
+def test_rows_of_more_bytes_than_32_bits_count(device: str) -> None:
+    """The first tile of such a row, which is all that there is room for here."""
+    bits, num_codes, size = 16, 2**30, {"R": 1, "C_UNITS": 2**30, "UNIT": 1, "BITS": 16}
+    config = tuning.codes(num_codes)
+    codes = codes_of(bits, 1, 8 * config["BLOCK_R"] * config["BLOCK_G"]).to(device)
+    stored, unpacked = torch.zeros((1, 2 * codes.numel()), dtype=torch.uint8, device=device), torch.zeros_like(codes)
+    strides: dict[str, Any] = {"stride_cr": 2 * num_codes, "stride_cc": 1}
+    _codes_pack_kernel[(1,)](stored_ptr=stored, codes_ptr=codes, BYTES=16, **size, **strides, **config)
+    tile = slice(0, 8 * config["BLOCK_G"])
+    assert torch.equal(stored[:, : 2 * tile.stop], reference.codes_pack(codes[:, tile], bits=bits))
+    strides = {"stride_sr": 2 * num_codes, "stride_sb": 1, "SIGNED": True}
+    _codes_unpack_kernel[(1,)](codes_ptr=unpacked, stored_ptr=stored, **size, **strides, **config)
+    assert torch.equal(unpacked[:, tile], codes[:, tile])
 
 
 @pytest.mark.parametrize("bits", [3, 8, 11])

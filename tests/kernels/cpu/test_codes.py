@@ -43,6 +43,8 @@ def test_bits_above_those_of_a_code_are_dropped(bits: int, threads: int) -> None
 def test_rows_that_are_not_adjacent(bits: int, threads: int) -> None:
     for codes in (codes_of(bits, 33, 5).t(), codes_of(bits, 9, 40)[::2, 1::3], surrounded(codes_of(bits, 5, 21), 77)):
         assert_equals_reference(codes, bits)
+        if bits <= 8:
+            assert_equals_reference(codes.view(torch.uint8), bits)
 
 
 @given(bits=st.integers(1, 16), num_rows=st.integers(0, 9), num_codes=st.integers(0, 300), seed=st.integers(0, 999))
