@@ -25,11 +25,11 @@ BUDGETS: dict[str, Budget] = {
     r"_quantize_kernel .*fp32/F(16|100|128|256|1433)(/block|/tensor|/two_passes)?/sm": Budget(19, 1.75, 1),
     r"_quantize_kernel .*nearest": Budget(14, 1.25, 1),  # no hash; bf16 widens by a multiplication (12.0 to 12.5)
     r"_quantize_kernel .*column_major": Budget(29, 2.1, 1),  # an address and a load of 4 bytes a value (26 to 26.6)
-    # Loads and stores of single bytes, for which a thread has offsets and masks: with words of 32 bits 11.8 to 19 to
-    # pack and 8.3 to 12.9 to unpack, with two of 64 for codes of more than 8 bits 26.1 to 27.8 and 18.7 to 19.5. I2F
+    # Loads and stores of single bytes, for which a thread has offsets and masks: with words of 32 bits 11.8 to 20.3 to
+    # pack, 8.3 to 12.9 to unpack, with two of 64 for codes of more than 8 bits 25.7 to 27.9 and 18.7 to 19.6. I2F
     # and F2I: the division of a program's number.
     r"_codes_pack_kernel .*/int(3|4)/": Budget(16.6, 2.1, 0.1),
-    r"_codes_pack_kernel .*/int7/": Budget(20.9, 2.1, 0.1),
+    r"_codes_pack_kernel .*/int7/": Budget(22.4, 2.1, 0.1),
     r"_codes_pack_kernel .*/int11/": Budget(30.5, 2.4, 0.1),
     r"_codes_unpack_kernel .*/int(3|4)/": Budget(11, 1.25, 0.1),
     r"_codes_unpack_kernel .*/int7/": Budget(14.2, 1.95, 0.1),
