@@ -162,6 +162,7 @@ def _run_kernels(num_rows: int, num_edges: int, width: int, num_outputs: int, de
         softmax,
         spmm,
     )
+    from qgnn.kernels import codes as code_kernels
 
     codes = torch.randint(-127, 128, (num_rows, width), dtype=torch.int8, device=device)
     grad = torch.randint(-127, 128, (num_rows, num_outputs), dtype=torch.int8, device=device)
@@ -184,6 +185,7 @@ def _run_kernels(num_rows: int, num_edges: int, width: int, num_outputs: int, de
     )
     signs = {"projection": 8, "projection_seed": seed}
     low = torch.ones((num_rows + 1) // 2, device=device)
+    stored = torch.full((num_rows, -(-width * 3 // 8)), 77, dtype=torch.uint8, device=device)
     packed = (torch.zeros((low.numel(), 4), dtype=torch.uint8, device=device), low, low)
     calls: list[tuple[Any, str, tuple[Any, ...], dict[str, Any]]] = [
         *((quantize, "quantize", (x,), {"granularity": g, "seed": seed}) for g in ("row", "tensor", "block")),
@@ -209,6 +211,8 @@ def _run_kernels(num_rows: int, num_edges: int, width: int, num_outputs: int, de
         (blocks, "blocks_pack", (x,), {"bits": 2, "block_size": 8, "seed": seed}),
         (blocks, "blocks_pack", (codes.float(),), {"bits": 2, "block_size": 16, "seed": seed, **signs}),  # exact sums
         (blocks, "blocks_unpack", packed, {"bits": 2, "size": 8 * num_rows}),
+        (code_kernels, "codes_pack", (codes,), {"bits": 3}),
+        (code_kernels, "codes_unpack", (stored,), {"bits": 3, "num_codes": width, "signed": True}),
         (blocks, "blocks_unpack", packed, {"bits": 2, "size": 8 * num_rows, "num_columns": width, **signs}),
     ]
     if width:
