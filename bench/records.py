@@ -1,6 +1,5 @@
 """Records: one JSON line a measurement, with the commit, the machine and the versions that it belongs to."""
 
-import fcntl
 import json
 import math
 import os
@@ -8,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qgnn.data.disk import append_whole, shorten, whole_lines
+from qgnn.data.disk import append_whole, lock, shorten, whole_lines
 
 if TYPE_CHECKING:
     from qgnn.cli.provenance import Stamp
@@ -86,7 +85,7 @@ def append(path: Path, records: Iterable[Record]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file, wait=True)
         _, keep = whole_lines(path.read_bytes(), _parse)
         shorten(file, keep)
         append_whole(file, path, b"".join(json.dumps(record).encode() + b"\n" for record in records))

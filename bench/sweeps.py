@@ -1,6 +1,5 @@
 """Tables of ``qgnn sweep``, made of its journals."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ from .summary import commit_of, shown, table
 
 def swept(results: Path) -> dict[str, list[list[dict[str, Any]]]]:
     """The lines of the journals ``<machine>/sweeps/<name>.jsonl``, by region: ``sweep:<name>``."""
+    from qgnn.cli.sweep.journal import lines_in
+
     found: dict[str, list[list[dict[str, Any]]]] = {}
     for path in sorted(results.glob("*/sweeps/*.jsonl")):
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        found.setdefault(f"sweep:{path.stem}", []).append(lines)
+        found.setdefault(f"sweep:{path.stem}", []).append(lines_in(path))
     return found
 
 

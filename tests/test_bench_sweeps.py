@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from bench import pages
+from qgnn.cli.errors import UsageError
 from qgnn.cli.sweep.run_spec import RunSpec
 
 START = {
@@ -15,6 +16,7 @@ START = {
     "machine": "A CPU",
     "commit": "0123456789abcdef",
     "dirty": False,
+    "device": "cpu",
 }
 
 
@@ -43,6 +45,17 @@ def results(tmp_path: Path) -> Path:
     (tmp_path / "a-cpu" / "sweeps").mkdir(parents=True)
     (tmp_path / "a-cpu" / "sweeps" / "two.jsonl").write_text("".join(f"{text}\n" for text in lines))
     return tmp_path
+
+
+def test_what_a_kill_left_of_a_journal_is_no_run(results: Path) -> None:
+    whole = dict(pages.regions(results))
+    journal = results / "a-cpu" / "sweeps" / "two.jsonl"
+    content = journal.read_bytes()
+    journal.write_bytes(content + line("int4", "all", 2, 0.1).encode()[:-9])
+    assert dict(pages.regions(results)) == whole
+    journal.write_bytes(content.replace(b'"run"', b'"ran"', 1))
+    with pytest.raises(UsageError, match=r"line 2 of .*two\.jsonl' is none of a sweep's journal"):
+        dict(pages.regions(results))
 
 
 def test_a_sweep_has_a_row_a_format_and_a_column_a_component(results: Path) -> None:

@@ -155,7 +155,7 @@ def _add_train(commands: Any) -> None:
         "--seed", type=argument(values.SEED, int), default=0, metavar="N", help="the first seed (default: %(default)s)"
     )
     how.add_argument("--hidden", type=at_least(1), metavar="N", help="width of the hidden layers")
-    how.add_argument("--layers", type=at_least(1), metavar="N", help="number of layers")
+    how.add_argument("--layers", type=at_least(1, values.MOST_LAYERS), metavar="N", help="number of layers")
     how.add_argument(
         "--dropout", type=number_in(0, 1, high_open=True), metavar="P", help="probability of dropping a value"
     )

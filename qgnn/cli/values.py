@@ -9,6 +9,7 @@ Check = Callable[[Any], Any]
 
 MOST = (1 << 31) - 1  # sizes and numbers of steps: so many fit whatever counts them
 MOST_SEEDS = 10_000
+MOST_LAYERS = 1000
 
 
 def whole(minimum: int, maximum: int = MOST) -> Check:

@@ -50,17 +50,17 @@ def replace_file(path: Path, content: bytes) -> None:
     sync(path.parent)
 
 
-def lock(descriptor: int) -> None:
+def lock(descriptor: int, *, wait: bool = False) -> None:
     """Lock an open file or folder until it is closed; where there are no such locks, as under Windows, do nothing.
 
     Raises:
-        BlockingIOError: If it is open and locked elsewhere.
+        BlockingIOError: If it is open and locked elsewhere, and ``wait`` is false.
     """
     try:
         import fcntl
     except ImportError:
         return
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
 
 @contextlib.contextmanager

@@ -141,7 +141,7 @@ class QTransformerConv(AttentionConv, TransformerConv):
         out, dropped, weights = self.weighted_sum(edges, value, scores / math.sqrt(self.out_channels))
         if edges.attr is not None:
             sums = functional.incidence_sum(edges.graph, dropped.unsqueeze(2) * edges.attr.unsqueeze(1))
-            out = out + torch.einsum("thk,hdk->thd", sums, by_head)
+            out = out + torch.einsum("thk,hdk->thd", sums.to(by_head.dtype), by_head)
         return out, weights
 
     def _with_root(self, out: Tensor, codes: Any) -> Tensor:

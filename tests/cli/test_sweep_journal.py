@@ -184,7 +184,7 @@ def test_a_journal_of_another_device_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "j", 3)
     with Journal(tmp_path / "j") as journal:
         check_device(journal, "cpu")
-        with pytest.raises(UsageError, match=r"holds runs on cpu \(got cuda\)"):
+        with pytest.raises(UsageError, match=r"holds runs on 'cpu' \(got 'cuda'\)"):
             check_device(journal, "cuda")
 
 

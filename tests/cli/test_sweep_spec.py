@@ -168,6 +168,7 @@ def test_spellings_of_a_run_have_one_key(read: Any) -> None:
         ("[sweep]\nseeds = 9999999999", "[sweep], seeds: expected a whole number from 1 to 10000 (got 9999999999)"),
         ("[sweep]\nseeds = [0, -1]", "[sweep], seeds: expected a whole number from 0 to 18446744073709551615 (got -1)"),
         ("[sweep]\nepochs = true", "[sweep], epochs: expected a whole number from 1 to 2147483647 (got True)"),
+        ("[sweep]\nlayers = 1001", "[sweep], layers: expected a whole number from 1 to 1000 (got 1001)"),
         ("[sweep]\nlr = 0", "[sweep], lr: expected a number in (0, 100] (got 0)"),
         ("[sweep]\ndropout = nan", "[sweep], dropout: expected a number in [0, 1) (got nan)"),
         ("[sweep]\ndevice = 'gpu'", "[sweep], device: expected one of cpu, cuda (got 'gpu'); did you mean 'cpu'?"),

@@ -195,6 +195,20 @@ def test_layer_works_in_half_types(name: str, config: QConfig | None, dtype: tor
         assert relative_error(actual[key], expected[key]) < 8 * eps + (0.03 if config else 0), key
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gat/edges", "gatv2/edges", "transformer/edges"])
+def test_layer_returns_weights_in_half_types(name: str, dtype: torch.dtype) -> None:
+    """Weights of edges are made one by one here; features of edges stay in fp32."""
+    layer = LAYERS[name].ours(None)
+    x, edge_index, (edges,) = inputs(name)
+    expected, (_, expected_weights) = layer(x, edge_index, edges, return_attention_weights=True)
+    out, (_, weights) = layer.to(dtype)(x.to(dtype), edge_index, edges, return_attention_weights=True)
+    assert out.dtype == weights.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    assert relative_error(out, expected) < 8 * eps
+    assert relative_error(weights, expected_weights) < 8 * eps
+
+
 @ALL
 def test_layer_computes_float64_in_float64(name: str) -> None:
     theirs, ours = (layer.double() for layer in LAYERS[name].pair(None))

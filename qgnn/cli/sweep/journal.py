@@ -102,8 +102,8 @@ class Journal:
         self.close()
 
 
-def recorded_in(path: Path) -> dict[str, dict[str, Any]]:
-    """The last line of each run in a journal by key, also while another process writes it; none if there is no file.
+def lines_in(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a journal, also while another process writes it; none if there is no file.
 
     Raises:
         UsageError: If the file cannot be read, or a line before the last is not one of ours.
@@ -111,10 +111,15 @@ def recorded_in(path: Path) -> dict[str, dict[str, Any]]:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        return {}
+        return []
     except OSError as error:
         raise UsageError(f"the journal {str(path)!r} could not be read ({error.strerror})") from error
-    return {line["key"]: line for line in _whole_lines(path, content)[0] if line["kind"] == RUN}
+    return _whole_lines(path, content)[0]
+
+
+def recorded_in(path: Path) -> dict[str, dict[str, Any]]:
+    """The last line of each run in a journal by key, as :func:`lines_in` reads it."""
+    return {line["key"]: line for line in lines_in(path) if line["kind"] == RUN}
 
 
 def _whole_lines(path: Path, content: bytes) -> tuple[list[dict[str, Any]], int]:

@@ -33,10 +33,9 @@ def missing(runs: Sequence[RunSpec], recorded: dict[str, dict[str, Any]], retry_
 
 def check_device(journal: Journal, device: str) -> None:
     """Raise if the runs of the journal were made on another kind of device: their results are not comparable."""
-    if journal.starts and journal.starts[0]["device"] != device:
-        raise UsageError(
-            f"{str(journal.path)!r} holds runs on {journal.starts[0]['device']} (got {device}); give another --results"
-        )
+    found = journal.starts[0]["device"] if journal.starts else device
+    if found != device:
+        raise UsageError(f"{str(journal.path)!r} holds runs on {found!r} (got {device!r}); give another --results")
 
 
 def carry_out(

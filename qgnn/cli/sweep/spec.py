@@ -16,7 +16,7 @@ from qgnn.cli.model import check_model, check_scheme
 from qgnn.cli.recipe import usual_recipe
 from qgnn.cli.scheme import ALL, FULL_PRECISION, parse_format, parse_schedule
 from qgnn.cli.sweep.run_spec import NONE, RunSpec, scheme_of
-from qgnn.cli.values import MOST_SEEDS, SEED, Check, list_of, number, one_of, text, whole
+from qgnn.cli.values import MOST_LAYERS, MOST_SEEDS, SEED, Check, list_of, number, one_of, text, whole
 from qgnn.config import COMPONENTS, ROUNDINGS
 from qgnn.data import dataset_names
 from qgnn.data.datasets import GRAPH_ENTRIES
@@ -183,7 +183,7 @@ def _seeds(value: Any) -> list[int]:
 _RECIPE: dict[str, Check] = {
     "epochs": whole(1),
     "hidden": whole(1),
-    "layers": whole(1),
+    "layers": whole(1, MOST_LAYERS),
     "dropout": number(0, 1, high_open=True),
     "lr": number(0, 100, low_open=True),
     "weight_decay": number(0, 100),
