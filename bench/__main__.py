@@ -35,7 +35,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "accuracy, distributed, distribution, blocksize, memory, threshold: where the data sets are, as in qgnn train"
     )
     parser.add_argument("--root", type=Path, metavar="DIR", help=root_help)
-    parser.add_argument("--case", default="", metavar="PREFIX", help="only the cases whose name starts so")
+    parser.add_argument("--case", nargs="+", default=[""], metavar="PREFIX", help="only cases whose name starts so")
     resume_help = "leave out the cases that have records of this commit"
     parser.add_argument("--resume", action="store_true", help=resume_help)
     parser.add_argument("--plots", type=Path, metavar="DIR", help="report: write PNG files there")
@@ -95,14 +95,15 @@ def measure(options: argparse.Namespace) -> int:
     if options.resume and (results is None or not is_of_a_commit(stamp)):
         reason = "--quick without --results keeps no records" if results is None else "the code is not that of a commit"
         print(f"--resume: {reason}, so that every case is measured", file=sys.stderr, flush=True)
+    prefixes = tuple(options.case)
     records: list[Record] = []
     broken = []
     for suite in options.suites:
         done = finished(results, suite, stamp) if options.resume and results is not None else set()
-        declared = cases(suite, Setting(device, options.quick, options.root))
+        declared = cases(suite, Setting(device, options.quick, options.root, prefixes))
         measured = harness.measure_all(
             suite,
-            (case for case in declared if case.name.startswith(options.case) and (case.name, case.pass_) not in done),
+            (case for case in declared if case.name.startswith(prefixes) and (case.name, case.pass_) not in done),
             deadline=started + options.seconds,
             stamp=stamp,
             clock=clock,

@@ -284,6 +284,22 @@ def test_each_data_set_that_is_there_is_measured_and_each_other_named(
     assert f"{suite}: cora: not available: no cora; --root names the folder of the data sets\n{suite}: dblp: " in said
 
 
+@pytest.mark.parametrize(
+    ("prefixes", "loaded"),
+    [
+        (("photo/gcn", "cora"), ["cora", "photo", "cora-ml"]),
+        (("cora/gcn/seed1",), ["cora"]),
+        (("nothing",), []),
+        (("",), ["cora", "photo", "cora-ml"]),
+    ],
+)
+def test_only_data_sets_of_wanted_cases_are_loaded(prefixes: tuple[str, ...], loaded: list[str]) -> None:
+    setting = inputs.Setting(torch.device("cpu"), prefixes=prefixes)
+    found: list[str] = []
+    datasets = ("cora", "photo", "cora-ml")
+    assert list(inputs.available("accuracy", datasets, setting, found.append)) == found == loaded
+
+
 def test_dropout_that_is_timed_is_held_to_what_it_should_be() -> None:
     x = torch.randn(200, 64, requires_grad=True)
     mask = torch.rand_like(x) >= 0.5
@@ -322,6 +338,9 @@ def test_a_run_goes_on_where_one_of_the_same_commit_ended(tmp_path: Path, monkey
     monkeypatch.setattr(harness, "measure_all", measure_all)
     whole = ["attention_weights"] * 2 + ["edge_softmax"] * 2
     assert measured(first, "--case", "arxiv/synthetic/x0.005/H4/edge") == whole[2:]
+    assert measured(first, "--case", "arxiv/synthetic/x0.005/H4/edge", "arxiv/") == whole
+    next(tmp_path.glob("*/softmax.jsonl")).unlink()
+    assert measured(first, "--case", "cora/", "arxiv/synthetic/x0.005/H4/edge") == whole[2:]
     assert measured(first, "--resume") == whole[:2]
     assert measured(first, "--resume") == []
     assert measured(first) == whole

@@ -30,7 +30,7 @@ def _worker(options: Namespace, shard: str) -> tuple[list[dict[str, Any]], int]:
     """The records of every so-manieth job, made where Triton compiles: its interpreter is chosen for a process."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     isolated = ["-P"] if sys.flags.safe_path else []
-    chosen = ["--case", options.case, *(["--quick"] if options.quick else [])]
+    chosen = ["--case", *options.case, *(["--quick"] if options.quick else [])]
     command = [sys.executable, *isolated, "-m", "bench.sass", "--shard", shard, *chosen]
     result = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_SECONDS

@@ -1,4 +1,4 @@
-"""``python -m bench.sass --shard INDEX/COUNT [--quick] [--case PREFIX]``: one process of ``python -m bench sass``.
+"""``python -m bench.sass --shard INDEX/COUNT [--quick] [--case PREFIX...]``: one process of ``python -m bench sass``.
 
 Prints a JSON line a kernel. It needs a process without TRITON_INTERPRET.
 """
@@ -22,14 +22,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.sass", description=__doc__)
     parser.add_argument("--shard", required=True)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--case", default="")
+    parser.add_argument("--case", nargs="+", default=[""])
     options = parser.parse_args()
     index, count = map(int, options.shard.split("/"))
     cases = make_cases(torch.device("cpu"), NUM_NODES)
     jobs = [
         (name, arch)
         for name in cases
-        if name.startswith(options.case)
+        if name.startswith(tuple(options.case))
         for arch in ((QUICK_ARCH,) if options.quick and name not in MAIN else ARCHES)
     ]
     failed = False

@@ -119,7 +119,7 @@ class Problem:
 
 def cases(setting: Setting) -> Iterator[Case]:
     datasets = setting.shapes(*NODES, *GRAPHS)
-    for dataset in available("accuracy", datasets, lambda dataset: tasks.load(dataset, "gcn", setting)):
+    for dataset in available("accuracy", datasets, setting, lambda dataset: tasks.load(dataset, "gcn", setting)):
         models = GRAPH_MODELS if tasks.is_of_graphs(dataset) else MODELS
         for model in setting.shapes(*models):
             for seed in setting.shapes(*range(NUM_SEEDS)):

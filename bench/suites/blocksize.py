@@ -297,6 +297,7 @@ class Problem(pyg_models.Problem):
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    for dataset in available("blocksize", setting.shapes(*DATASETS), lambda d: pyg_models.load(d, False, setting)):
+    datasets = setting.shapes(*DATASETS)
+    for dataset in available("blocksize", datasets, setting, lambda d: pyg_models.load(d, False, setting)):
         for kind in setting.shapes(*KINDS):
             yield from Problem(dataset, kind, setting).cases()

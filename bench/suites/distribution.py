@@ -142,7 +142,8 @@ class RoundTrip:
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    for dataset in available("distribution", setting.shapes(*DATASETS), lambda d: pyg_models.load(d, False, setting)):
+    datasets = setting.shapes(*DATASETS)
+    for dataset in available("distribution", datasets, setting, lambda d: pyg_models.load(d, False, setting)):
         for kind in setting.shapes(*LINEAR):
             problem = Problem(dataset, kind, setting)
             forms = [(name, ratio) for name in LINEAR[kind] for ratio in (1, RATIO)] + [(n, 1) for n in NORMS]

@@ -43,6 +43,7 @@ class Setting:
     device: torch.device
     quick: bool = False
     root: Path | None = None  # of real data sets
+    prefixes: tuple[str, ...] = ("",)  # of the names of the cases that are wanted
 
     @property
     def is_cuda(self) -> bool:
@@ -55,6 +56,11 @@ class Setting:
     def shapes(self, *shapes: T) -> tuple[T, ...]:
         """The shapes to measure: the first alone if it has to be quick."""
         return shapes[:1] if self.quick else shapes
+
+    def wants(self, dataset: str) -> bool:
+        """Whether a case whose name begins with the data set may be wanted; of synthetic ones nothing is loaded."""
+        path = f"{dataset}/"
+        return self.quick or any(path.startswith(prefix) or prefix.startswith(path) for prefix in self.prefixes)
 
 
 @cache
@@ -138,9 +144,9 @@ def from_root() -> Iterator[None]:
         raise UnavailableError(f"{error}; --root names the folder of the data sets") from error
 
 
-def available(suite: str, datasets: Sequence[str], load: Callable[[str], object]) -> Iterator[str]:
-    """Those that can be loaded; of each other one it says why not."""
-    for dataset in datasets:
+def available(suite: str, datasets: Sequence[str], setting: Setting, load: Callable[[str], object]) -> Iterator[str]:
+    """Those wanted that can be loaded; of each other one it says why not."""
+    for dataset in filter(setting.wants, datasets):
         try:
             load(dataset)
         except UnavailableError as reason:

@@ -147,7 +147,7 @@ class Problem:
 
 def cases(setting: Setting) -> Iterator[Case]:
     datasets = setting.shapes(*NODES, *GRAPHS)
-    for dataset in available("threshold", datasets, lambda dataset: load(dataset, setting)):
+    for dataset in available("threshold", datasets, setting, lambda dataset: load(dataset, setting)):
         for bits in setting.shapes(*WIDTHS):
             for family in FORMATS:
                 yield Problem(dataset, family, bits, setting).case()
