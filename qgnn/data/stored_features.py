@@ -272,8 +272,8 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         raise FeatureFileError(f"{str(path)!r} does not describe {_KIND}")
     if meta.get("version") != _VERSION:
         raise FeatureFileError(
-            f"{str(path)!r} is of version {meta.get('version')}, which this qgnn does not read (it reads {_VERSION}); "
-            f"write the features anew"
+            f"{str(path)!r} is of version {meta.get('version')!r}, which this qgnn does not read (it reads "
+            f"{_VERSION}); write the features anew"
         )
     sizes = [*meta["shape"], meta.get("chunk_rows")] if isinstance(meta.get("shape"), list) else []
     if len(sizes) != 3 or not all(type(n) is int and n >= 0 for n in sizes) or not sizes[2]:

@@ -259,6 +259,7 @@ def _promise(folder: Path, num_rows: int) -> None:
         (lambda f: (f / "features.json").write_text("[]"), "does not describe qgnn int8 features"),
         (lambda f: _describe(f, kind="images"), "does not describe qgnn int8 features"),
         (lambda f: _describe(f, version=2), r"of version 2, which this qgnn does not read \(it reads 1\)"),
+        (lambda f: _describe(f, version="a\nb"), r"of version 'a\\nb', which this qgnn does not read"),
         (lambda f: _describe(f, shape=[23, -7]), r"no sizes that could be \(\[23, -7, 5\]\)"),
         (lambda f: _describe(f, shape="all"), r"no sizes that could be"),
         (lambda f: _describe(f, chunk_rows=0), r"no sizes that could be"),
