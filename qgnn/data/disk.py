@@ -12,6 +12,8 @@ import torch
 
 Line = TypeVar("Line")
 
+_FOLDER = 0x10  # attribute of an entry of a zip archive
+
 
 def load_whole(file: BinaryIO) -> Any:
     """What :func:`torch.save` wrote, tensors in the memory of the host.
@@ -24,8 +26,10 @@ def load_whole(file: BinaryIO) -> Any:
     """
     try:
         with zipfile.ZipFile(file) as archive:
-            if (damaged := archive.testzip()) is not None:  # torch checks no sums
-                raise ValueError(f"{damaged} is not what was written")
+            damaged = archive.testzip()  # torch checks no sums, and takes what is marked as a folder for read
+            marked = (entry.filename for entry in archive.infolist() if entry.external_attr & _FOLDER)
+            if (name := damaged or next(marked, None)) is not None:
+                raise ValueError(f"{name} is not what was written")
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
     except MemoryError:
