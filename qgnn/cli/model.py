@@ -172,11 +172,15 @@ def first_layer(model: nn.Module) -> nn.Module:
     return convolutions.convs[0]
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """What an optimizer takes: the weights of the first layer decay."""
-    first = list(first_layer(model).parameters())
-    others = [p for p in model.parameters() if all(p is not of_first for of_first in first)]
-    return [{"params": first, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+def parameter_groups(model: nn.Module, weight_decay: float, inner_weight_decay: float = 0.0) -> list[dict[str, Any]]:
+    """What an optimizer takes: weights of the first layer decay, and so do, at their own rate, GCN2's convolutions."""
+    decays = {id(p): weight_decay for p in first_layer(model).parameters()}
+    if isinstance(model, GCN2):
+        decays |= {id(p): inner_weight_decay for p in model.convs.parameters()}
+    return [
+        {"params": [p for p in model.parameters() if decays.get(id(p), 0.0) == decay], "weight_decay": decay}
+        for decay in dict.fromkeys((weight_decay, inner_weight_decay, 0.0))
+    ]
 
 
 def train_features(x: Tensor | QTensor, recipe: Recipe) -> Callable[[], Tensor | QTensor]:

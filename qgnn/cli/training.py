@@ -58,7 +58,8 @@ class Training:
         self.task, self.recipe, self.device, self.processes = task.with_own_edges(), recipe, device, processes
         sizes = (task.features[0].shape[1], task.num_outputs)
         self.model = make_model(model_name, *sizes, recipe, scheme, task.by_graph, task.same_edges).to(device)
-        self.optimizer = torch.optim.Adam(parameter_groups(self.model, recipe.weight_decay), lr=recipe.lr)
+        groups = parameter_groups(self.model, recipe.weight_decay, recipe.inner_weight_decay)
+        self.optimizer = torch.optim.Adam(groups, lr=recipe.lr)
         self.inputs = [model_input(x, recipe, scheme) for x in task.features]
         self.steps_of = self.task.steps(self.inputs[0], recipe, seed)
         self.compressed = scheme.compression.context(processes.own_seed(seed))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,16 @@ def test_the_first_convolution_decays_alone() -> None:
     first, others = parameter_groups(model, 0.25)
     assert {id(p) for p in first["params"]} == {id(p) for p in model.convolutions.convs[0].parameters()}
     assert len(first["params"]) + len(others["params"]) == len(list(model.parameters()))
+
+
+def test_convolutions_of_gcn2_decay_as_they_are_told_to() -> None:
+    model = make_model("gcn2", 4, 3, replace(RECIPE, layers=4), parse_scheme("int8"))
+    first, inner, last = parameter_groups(model, 0.25, 0.5)
+    assert (first["weight_decay"], inner["weight_decay"], last["weight_decay"]) == (0.25, 0.5, 0)
+    for group, module in ((first, model.first), (inner, model.convs), (last, model.last)):
+        assert {id(p) for p in group["params"]} == {id(p) for p in module.parameters()}
+    (one,) = parameter_groups(model, 0.0)
+    assert len(one["params"]) == len(list(model.parameters()))
 
 
 def test_one_layer_is_enough_where_the_last_is_dense(train_mutag: Train) -> None:

@@ -256,6 +256,10 @@ def test_recipes_follow_the_data_set_and_the_options(tiny: Data) -> None:
     assert recipe("--dataset", "photo") == Recipe()
     assert (usual_recipe("MUTAG", "gcn", None), usual_recipe("ESOL", "gcn", None)) == (GRAPHS, MOLECULES)
     assert recipe("--model", "gcn2").layers == 8
+    of_gcn2 = recipe("--model", "gcn2", "--dataset", "citeseer")
+    assert (of_gcn2.layers, of_gcn2.hidden, of_gcn2.dropout, of_gcn2.inner_weight_decay) == (8, 64, 0.6, 0.01)
+    assert of_gcn2.normalize
+    assert not recipe("--model", "gcn2", "--dataset", "photo").inner_weight_decay
     assert recipe("--model", "gcn2", "--layers", "4").layers == 4
     given = recipe("--layers", "3", "--dropout", "0", "--weight-decay", "0", "--lr", "0.5", "--epochs", "7")
     assert (given.layers, given.dropout, given.weight_decay, given.lr, given.epochs) == (3, 0.0, 0.0, 0.5, 7)
