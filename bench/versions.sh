@@ -50,7 +50,7 @@ for name in "${@:-oldest newest}"; do
         # Other versions than CI's warn about other things; here only the results count.
         # shellcheck disable=SC2086
         rm -f "$folder/$environment.xml"
-        "$venv/bin/python" -P -m pytest -c pyproject.toml --rootdir . -o filterwarnings=default --disable-warnings \
+        "$venv/bin/pytest" -c pyproject.toml --rootdir . -o filterwarnings=default --disable-warnings \
             --junitxml "$folder/$environment.xml" ${TESTS:-tests} || status=1
         "$venv/bin/python" -P - "$environment" "$folder/$environment.xml" "${TESTS:-tests}" "$records" \
             "$commit" "$changed" <<'PYTHON' || exit 2

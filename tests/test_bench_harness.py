@@ -365,7 +365,7 @@ def test_records_of_two_processes_are_appended_one_behind_the_other(
         assert operation == fcntl.LOCK_EX
         path.write_text(json.dumps(*lines_of("theirs")) + "\n")
 
-    monkeypatch.setattr(records.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(path.read_bytes()))
     records.append(path, lines_of("ours"))
     assert [line["case"] for _, line in records.read(tmp_path)] == ["theirs", "ours"]

@@ -238,7 +238,9 @@ def test_rows_are_those_of_the_whole(data: st.DataObject, kind: dict[str, Any]) 
 
 def test_rows_of_a_vector() -> None:
     c = compress(torch.randn(50), 4, 8)
-    assert torch.equal(decompress(c, slice(13, 30)), decompress(c)[13:30])
+    whole = decompress(c)
+    for first, last in ((13, 30), (-5, None), (None, -4), (20, 10), (7, 10**6), (-(10**6), 3)):
+        assert torch.equal(decompress(c, slice(first, last)), whole[first:last])
 
 
 @pytest.mark.parametrize(

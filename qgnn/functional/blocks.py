@@ -165,7 +165,7 @@ def decompress(c: CompressedTensor, rows: slice | None = None) -> Tensor:
             f"{list(c.shape)})"
         )
     assert c.blocks.block_size is not None
-    first, last, _ = rows.indices(c.shape[0])
+    first, last = _place(rows.start, 0, c.shape[0]), _place(rows.stop, c.shape[0], c.shape[0])
     num_rows = max(0, last - first)
     wide = prod(c.shape[1:])  # values of a row, and how many are coded of them; where there are none, any number does
     coded = max(1, _num_values(c.shape[1:], c.columns))
@@ -178,6 +178,13 @@ def decompress(c: CompressedTensor, rows: slice | None = None) -> Tensor:
     first_row = start * unit // c.columns if c.columns else 0
     values = _unpack(c, blocks, num_values, first_row).flatten()[offset : offset + num_rows * wide]
     return values.view(num_rows, *c.shape[1:])
+
+
+def _place(end: int | None, default: int, num_rows: int) -> int:
+    """The row that an end of a slice is; compilers do not know :meth:`slice.indices`."""
+    if end is None:
+        return default
+    return max(0, end + num_rows) if end < 0 else min(end, num_rows)
 
 
 def _num_values(shape: torch.Size, columns: int) -> int:

@@ -24,7 +24,8 @@ def test_info_writes_what_it_prints(capsys: pytest.CaptureFixture[str], tmp_path
     out, err = capsys.readouterr()
     result = json.loads((tmp_path / "info.json").read_text())
     assert set(result) == {"versions", "devices", "c_kernels", "ops"}
-    assert set(result["versions"]) == {"python", "qgnn", "torch", "torch_geometric", "triton", "numpy"}
+    packages = {"python", "qgnn", "torch", "torch_geometric", "triton", "numpy"}
+    assert set(result["versions"]) == packages | ({"cuda"} if torch.version.cuda else set())
     assert result["versions"]["torch"] in out
     assert result["devices"][0]["device"] == "cpu"
     for op in ("quantize", "matmul", "spmm", "sddmm", "softmax", "attention", "blocks"):

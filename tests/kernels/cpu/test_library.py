@@ -204,6 +204,7 @@ def test_a_library_that_cannot_be_kept_is_warned_of_once(small_library: None, pl
     assert library.not_kept() == reason
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_warning_that_is_an_error_stops_only_the_first_call(small_library: None, place: Place) -> None:
     place.cache.write_text("")
     with pytest.raises(RuntimeWarning, match=r"cannot be kept: .*File exists"):
