@@ -3,16 +3,20 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from dense import assert_within
 from qgnn import Graph, ops
+from qgnn.formats import _format
 from statistics_checks import z_limit
 
 NO_EPILOGUE = (False, 0, None, False)
 PLAIN = (*NO_EPILOGUE, None)  # an operator's last arguments: no ReLU, no dropout, codes without origin
 PLAIN_PRODUCT = (*NO_EPILOGUE, *ops.Packed(), None)  # the same of products: nothing is packed
+
+traces_formats = pytest.mark.skipif(not _format.TRACES_FORMATS, reason="a compiler that cannot trace formats")
 
 BASIC = ("test_schema", "test_faketensor", "test_autograd_registration")
 

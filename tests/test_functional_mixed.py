@@ -9,7 +9,7 @@ import torch._dynamo.testing
 from torch import Tensor
 
 from dense import assert_within, sum_bound
-from op_checks import assert_inputs_unchanged, assert_unbiased, gradients, saved_tensors, shares_memory
+from op_checks import assert_inputs_unchanged, assert_unbiased, gradients, saved_tensors, shares_memory, traces_formats
 from qgnn import QConfig, QTensor, functional, trace
 from qgnn.formats import MSFP, MXFP4, MXINT8, Blocks, FixedPoint, Format, Int, parse
 from qgnn.functional import _mixed
@@ -297,6 +297,7 @@ def test_a_trace_says_what_was_emulated(name: str, fmt: str, backend: str) -> No
 
 
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # by torch's own compiler
+@traces_formats
 @pytest.mark.parametrize("name", ["int4", "msfp12", "mxfp4"])
 def test_linear_compiles_once_and_exports(name: str) -> None:
     config = config_of(name)

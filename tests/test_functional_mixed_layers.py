@@ -11,9 +11,9 @@ from torch._dynamo.backends.common import aot_autograd
 
 from dense import assert_within, sum_bound
 from graphs import GRAPHS
-from op_checks import assert_unbiased, gradients
+from op_checks import assert_unbiased, gradients, traces_formats
 from qgnn import QConfig, QTensor, functional
-from qgnn.formats import MSFP, MXFP4, Int, parse
+from qgnn.formats import MSFP, MXFP4, Int, _format, parse
 from qgnn.functional import _mixed
 from qgnn.functional._operands import Operand
 from qgnn.nn import QGATConv, QGCNConv, QLinear, QSAGEConv
@@ -138,6 +138,7 @@ def test_codes_of_narrow_types_are_multiplied_in_fp32(name: str, dtype: torch.dt
 
 
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # by torch's own compiler
+@traces_formats
 @pytest.mark.parametrize("name", ["msfp12", "mxfp4"])
 def test_a_compiled_layer_is_the_eager_one(name: str) -> None:
     """Bit for bit, forward and backward, random bits included: the compiler's backend runs the same kernels."""
@@ -158,6 +159,21 @@ def test_a_compiled_layer_is_the_eager_one(name: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of frames behind the break
+def test_where_formats_cannot_be_traced_eager_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_format, "TRACES_FORMATS", False)
+    linear, x = QLinear(K, M, config=config_of("mxfp4")), torch.randn(5, K)
+    for function in (linear, MXFP4().encode):
+        torch.compiler.reset()
+        expected, actual = function(x), torch.compile(function, backend="eager")(x)
+        assert torch.equal(*(t if isinstance(t, torch.Tensor) else t.dequantize() for t in (actual, expected)))
+        torch.compiler.reset()
+        with pytest.raises(Exception, match=r"number formats expect torch 2\.12 or newer"):
+            torch.compile(function, fullgraph=True, backend="eager")(x)
+    torch.compiler.reset()
+
+
+@traces_formats
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # by torch's own compiler
 def test_a_compiler_meets_no_scales_of_a_type_that_it_has_no_code_for() -> None:
     """Torch's own one, for numbers that are powers of two in a byte; values are the same without."""

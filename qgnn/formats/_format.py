@@ -15,6 +15,8 @@ from qgnn.qtensor import QTensor
 from qgnn.reference._common import row_chunks
 from qgnn.rng import make_seed
 
+TRACES_FORMATS = torch.__version__ >= "2.12"  # whether torch.compile takes frozen data classes for constants
+
 Encoded = tuple[Tensor, Tensor, Tensor | None]
 AnyFormat = TypeVar("AnyFormat", bound="Format")
 
@@ -177,9 +179,23 @@ class _StraightThrough(torch.autograd.Function):
         return grad, None, None, None
 
 
-@torch.compiler.assume_constant_result  # a compiler may take widths for variables, of which it makes no strings
+def check_traced() -> None:
+    """Raise inside a compiler that cannot trace formats, which then leaves the call to eager code if it may."""
+    if torch.compiler.is_compiling() and not TRACES_FORMATS:
+        raise NotImplementedError(
+            "number formats expect torch 2.12 or newer inside a whole graph of torch.compile (got torch "
+            f"{torch.__version__}); leave 'fullgraph' out, or use symmetric integers with a scale a row"
+        )
+
+
 def name_of(fmt: Format) -> str:
     """The name of a format, for traces."""
+    check_traced()
+    return _constant_name(fmt)
+
+
+@torch.compiler.assume_constant_result  # a compiler may take widths for variables, of which it makes no strings
+def _constant_name(fmt: Format) -> str:
     return str(fmt)
 
 

@@ -22,6 +22,7 @@ from qgnn import ops
 from qgnn.autocast import without_autocast
 from qgnn.config import QConfig
 from qgnn.formats import Format
+from qgnn.formats._format import check_traced
 from qgnn.functional._operands import Operand, has_codes, operand_of, product, round_rows, rows_of, stream_of
 from qgnn.layout import Layout
 from qgnn.packing import CHUNK, row_parts
@@ -77,6 +78,7 @@ def plan_of(config: QConfig, x: Tensor | QTensor) -> Plan:
 
 def mixed_linear(x: Tensor | QTensor, weight: Tensor, bias: Tensor | None, plan: Plan, seed: Tensor | None) -> Tensor:
     """``x weight^T + bias`` with operands in the formats of ``plan``, forward and backward, of ``x``'s type."""
+    check_traced()
     given, values = (rows_of(x), x.origin) if isinstance(x, QTensor) else (None, x)
     rows = None if values is None else values.reshape(prod(values.shape[:-1]), values.shape[-1])
     if not torch.is_grad_enabled():  # of which a function is not told: it would keep rows for a gradient

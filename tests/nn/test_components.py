@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from graphs import GRAPHS
 from layer_cases import assert_same_pass, passes, relative_error
 from layers import LAYERS, K, exact_pair, learned
+from op_checks import traces_formats
 from qgnn import QConfig
 from qgnn.formats import MSFP, Int
 from qgnn.nn import QGCNConv, QLinear, QSAGEConv
@@ -118,7 +119,7 @@ PRODUCTS = [
 
 
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # by torch's own compiler
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=traces_formats)])
 @pytest.mark.parametrize("make", PRODUCTS, ids=["linear", "gcn", "sage"])
 def test_evaluation_has_the_formats_of_training(make: Any, compiled: bool) -> None:
     """Of hidden rows, which need no gradient without one: the first layer's are features, the second's activations."""
