@@ -35,7 +35,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "accuracy, distributed, distribution, blocksize, memory, threshold: where the data sets are, as in qgnn train"
     )
     parser.add_argument("--root", type=Path, metavar="DIR", help=root_help)
-    parser.add_argument("--case", nargs="+", default=[""], metavar="PREFIX", help="only cases whose name starts so")
+    parser.add_argument(
+        "--case", nargs="+", default=[""], metavar="PREFIX", help="only cases whose name starts so; behind SUITE"
+    )
     resume_help = "leave out the cases that have records of this commit"
     parser.add_argument("--resume", action="store_true", help=resume_help)
     parser.add_argument("--plots", type=Path, metavar="DIR", help="report: write PNG files there")
@@ -51,10 +53,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def make_report(options: argparse.Namespace) -> int:
     results = options.results or RESULTS
     if options.pages is not None:
+        from qgnn.cli.errors import UsageError
+
         try:
             for page in options.pages or pages.PAGES:
                 pages.rewrite(page, results)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, UsageError) as error:
             print(f"--pages: {error}", file=sys.stderr)
             return 1
     if options.plots:

@@ -1,5 +1,6 @@
 """Tables of the pages of sweeps: what their journals say."""
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 from bench import pages
 from qgnn.cli.errors import UsageError
 from qgnn.cli.sweep.run_spec import RunSpec
+
+main = importlib.import_module("bench.__main__")
 
 START = {
     "kind": "start",
@@ -47,7 +50,7 @@ def results(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_a_kill_left_of_a_journal_is_no_run(results: Path) -> None:
+def test_what_a_kill_left_of_a_journal_is_no_run(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = dict(pages.regions(results))
     journal = results / "a-cpu" / "sweeps" / "two.jsonl"
     content = journal.read_bytes()
@@ -56,6 +59,10 @@ def test_what_a_kill_left_of_a_journal_is_no_run(results: Path) -> None:
     journal.write_bytes(content.replace(b'"run"', b'"ran"', 1))
     with pytest.raises(UsageError, match=r"line 2 of .*two\.jsonl' is none of a sweep's journal"):
         dict(pages.regions(results))
+    page = results / "page.md"
+    page.write_text("<!-- sweep:two:begin -->\n<!-- sweep:two:end -->\n")
+    assert main.main(["report", "--pages", str(page), "--results", str(results)]) == 1
+    assert capsys.readouterr().err.startswith("--pages: line 2 of ")
 
 
 def test_a_sweep_has_a_row_a_format_and_a_column_a_component(results: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -241,6 +242,9 @@ def test_rows_of_a_vector() -> None:
     whole = decompress(c)
     for first, last in ((13, 30), (-5, None), (None, -4), (20, 10), (7, 10**6), (-(10**6), 3)):
         assert torch.equal(decompress(c, slice(first, last)), whole[first:last])
+    assert torch.equal(decompress(c, slice(np.int8(3), np.int8(30))), whole[3:30])
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        decompress(c, slice(1.5, 3))
 
 
 @pytest.mark.parametrize(

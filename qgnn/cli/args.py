@@ -160,7 +160,12 @@ def _add_train(commands: Any) -> None:
         "--dropout", type=number_in(0, 1, high_open=True), metavar="P", help="probability of dropping a value"
     )
     how.add_argument("--lr", type=number_in(0, 100, low_open=True), metavar="RATE", help="learning rate of Adam")
-    how.add_argument("--weight-decay", type=number_in(0, 100), metavar="W", help="of the first layer")
+    how.add_argument(
+        "--weight-decay",
+        type=number_in(0, 100),
+        metavar="W",
+        help="of the first layer (GCN2's convolutions have their own)",
+    )
 
     batches = parser.add_argument_group("what a step sees")
     batches.add_argument(

@@ -29,7 +29,7 @@ def load_whole(file: BinaryIO) -> Any:
             damaged = archive.testzip()  # torch checks no sums, and takes what is marked as a folder for read
             marked = (entry.filename for entry in archive.infolist() if entry.external_attr & _FOLDER)
             if (name := damaged or next(marked, None)) is not None:
-                raise ValueError(f"{name} is not what was written")
+                raise ValueError(f"{name!r} is not what was written")
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
     except MemoryError:

@@ -184,7 +184,7 @@ def check_traced() -> None:
     if torch.compiler.is_compiling() and not TRACES_FORMATS:
         raise NotImplementedError(
             "number formats expect torch 2.12 or newer inside a whole graph of torch.compile (got torch "
-            f"{torch.__version__}); leave 'fullgraph' out, or use symmetric integers with a scale a row"
+            f"{torch.__version__}); leave 'fullgraph' out, or give all operands one width, QConfig(bits=...)"
         )
 
 

@@ -21,7 +21,7 @@ from qgnn.rng import stream_key
 from qgnn.rounding import Grid, shared_scale
 
 
-@dataclass
+@dataclass  # not frozen, of which torch.compile before 2.12 makes no values
 class Operand:
     """One side of a product: values, codes with a scale a row, or codes with an exponent a block.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import replace
 from functools import cache, lru_cache
 from math import prod
@@ -184,6 +185,7 @@ def _place(end: int | None, default: int, num_rows: int) -> int:
     """The row that an end of a slice is; compilers do not know :meth:`slice.indices`."""
     if end is None:
         return default
+    end = operator.index(end)
     return max(0, end + num_rows) if end < 0 else min(end, num_rows)
 
 

@@ -64,7 +64,7 @@ class NeighborConv(QuantizedConv):
         for rows, number, end in ((source, expected[0], "source"), (target, expected[1], "target")):
             if rows is None and end == "target":
                 continue
-            if not isinstance(rows, (Tensor, QTensor)):
+            if not isinstance(rows, (Tensor, QTensor)):  # no name of a union: torch.compile knows none before 2.12
                 raise TypeError(f"'{name}' expects the rows of {end} nodes as a tensor (got {type(rows).__name__})")
             if len(rows.shape) not in (2, 3):
                 raise ValueError(f"'{name}' expects 'x' of shape [N, F] or [B, N, F] (got {list(rows.shape)})")

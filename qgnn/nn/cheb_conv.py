@@ -102,7 +102,7 @@ class QChebConv(PropagationConv, ChebConv):
         config = self.active
         first, *others = self.lins
         initialize_lazy(first, x)
-        rows = operand(x, config, shared=len(others) > 0)
+        rows = operand(x, config, shared=len(others) > 0)  # no bool(others): torch 2.10 compiles none
         term, total = functional.linear(rows, first.weight, config=config), None
         previous, current = x, x
         for k, lin in enumerate(others, 1):
