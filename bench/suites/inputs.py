@@ -58,7 +58,7 @@ class Setting:
         return shapes[:1] if self.quick else shapes
 
     def wants(self, dataset: str) -> bool:
-        """Whether a case whose name begins with the data set may be wanted; of synthetic ones nothing is loaded."""
+        """Whether a case of the data set may be wanted. Quick ones are of a synthetic graph, whatever its name is."""
         path = f"{dataset}/"
         return self.quick or any(path.startswith(prefix) or prefix.startswith(path) for prefix in self.prefixes)
 
