@@ -48,8 +48,8 @@ for name in "${@:-oldest newest}"; do
         fi
         echo "== $environment: $requirements"
         # Other versions than CI's warn about other things; here only the results count.
-        # shellcheck disable=SC2086
         rm -f "$folder/$environment.xml"
+        # shellcheck disable=SC2086
         "$venv/bin/pytest" -c pyproject.toml --rootdir . -o filterwarnings=default --disable-warnings \
             --junitxml "$folder/$environment.xml" ${TESTS:-tests} || status=1
         "$venv/bin/python" -P - "$environment" "$folder/$environment.xml" "${TESTS:-tests}" "$records" \

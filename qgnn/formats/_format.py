@@ -79,6 +79,7 @@ class Format(ABC):
             ValueError: If ``x`` is a scalar, or ``dim`` is ``None`` for a format with blocks.
             IndexError: If ``x`` has no such ``dim``.
         """
+        name = name_of(self)  # first: it may refuse to be traced
         moved, rows = self._rows("encode", x.detach() if isinstance(x, Tensor) else x, dim)
         codes, scales, zero = self._encode_rows(rows, None if seed is None else make_seed(seed, x.device))
         from_end = -1 if dim is None else dim - x.dim() * (dim >= 0)
@@ -98,7 +99,7 @@ class Format(ABC):
             block_size=self._block_size,
             dtype=x.dtype,
             layout=layout,
-            name=name_of(self),
+            name=name,
         )
 
     def _rows(self, name: str, x: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
