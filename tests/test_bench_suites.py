@@ -121,8 +121,8 @@ def test_schemes_of_accuracy_train_from_equal_weights_to_other_scores() -> None:
     assert all(0 < run.test_acc < 1 and run.metrics["best_epoch"] in (2, 3) for run in found.values())
 
 
-@pytest.mark.parametrize("model", accuracy.SUMS_FEATURES)
-def test_models_that_sum_features_train_alike_on_a_matrix(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", accuracy.SUM_ROWS)
+def test_models_that_sum_rows_train_alike_on_a_matrix(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyG's in fp32; parallel edges, which a matrix would weigh otherwise in a mean, stay edges."""
     problem = accuracy.Problem("cora", model, 0, {}, QUICK)
     fp32 = accuracy.tasks.FP32
