@@ -11,7 +11,7 @@ from typing import Any
 from .numbers import POINTS, THRESHOLD, Point, points, resolved
 from .records import Record
 from .scores import Runs, half_width, runs_of
-from .summary import APART, OURS, WARM, WHOLE, Line, is_of_formats, lines, machines
+from .summary import APART, COMPRESSED, OURS, WARM, WHOLE, Line, is_of_formats, lines, machines
 
 Panels = Mapping[str, Sequence[Any]]  # by title
 
@@ -24,15 +24,14 @@ MODELS = {  # color and marker
     "gcn2": ("#8c564b", "v"),
 }
 CLAIM = 0.3  # points that int8 may lose
-PRECISIONS = ("qgnn int8", "qgnn int4")
+PRECISIONS = ("qgnn int8", "qgnn int8 kept-int2-rp8", "qgnn int4")
 SPEED = "speed with quantization included"
-INK = {"peak": "black", "kept": "white"}
-COLORS = {"quantized": "#1f77b4", "full": "#9ecae1", "peak": "#c6c6c6", "kept": "#525252"}
+COLORS = {"quantized": "#1f77b4", "full": "#9ecae1", "peak": "#7f7f7f", "kept": "#1f77b4"}
 
 
 def write(results: Path, folder: Path) -> list[Path]:
     """PNG files of what was measured on each machine: ``<machine>-steps.png``, ``-primitives.png``, ``-memory.png``,
-    ``-accuracy.png``, ``-threshold.png``."""
+    ``-compression.png``, ``-accuracy.png``, ``-threshold.png``."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
 
@@ -46,10 +45,12 @@ def write(results: Path, folder: Path) -> list[Path]:
         # A bar is a ratio, and a warm pass has none.
         speed = [n for n in lines(groups) if n.suite not in APART and n.pass_ != WARM and _factors(n)]
         memory = [record for group in groups if group[0]["suite"] == "memory" for record in group if record["ok"]]
+        steps = {case: [*rows] for case, rows in groupby(memory, key=itemgetter("case"))}
         plots: dict[str, tuple[Any, Panels]] = {
             "steps": (_draw_speed, {SPEED: [line for line in speed if line.suite in WHOLE]}),
             "primitives": (_draw_speed, {SPEED: [line for line in speed if line.suite not in WHOLE]}),
-            "memory": (_draw_memory, {case: [*rows] for case, rows in groupby(memory, key=itemgetter("case"))}),
+            "memory": (_draw_memory, {case: rows for case, rows in steps.items() if COMPRESSED not in case}),
+            "compression": (_draw_memory, {case: rows for case, rows in steps.items() if COMPRESSED in case}),
         }
         for name, (draw, panels) in plots.items():
             if any(panels.values()):
@@ -78,16 +79,18 @@ def _scatter(found: Sequence[Point], device: str) -> Any:
             errors, drops = ([*values] for values in zip(*((p.errors["error_x"], p.drop) for p in chosen), strict=True))
             bits = [p.bits for p in chosen]
             axes.scatter(errors, drops, 16, bits, marker=marker, vmin=2, vmax=8, label=family)
-    axes.axvline(THRESHOLD, color="black", linewidth=0.8)
-    axes.axhline(POINTS, color="black", linewidth=0.8)
+    axes.axvline(THRESHOLD, color="black", linewidth=0.8, label=f"Error_X {THRESHOLD}")
+    axes.axhline(POINTS, color="black", linewidth=0.8, linestyle="--", label=f"{POINTS:g} point")
     axes.set_yscale("symlog", linthresh=POINTS)
+    axes.margins(y=0.08)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("Error_X, mean over the operands of the first step", fontsize=8)
-    axes.set_ylabel("accuracy below fp32, points", fontsize=8)
-    axes.set_title(f"{device}: a GCN in formats of 2 to 8 bits, by data set", fontsize=9)
+    axes.set_ylabel(f"accuracy below fp32, points (linear to {POINTS:g}, logarithmic beyond)", fontsize=8)
+    num_datasets = len({point.dataset for point in found})
+    axes.set_title(f"{device}: a GCN in formats of 2 to 8 bits, on {num_datasets} data sets that can tell", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     figure.colorbar(axes.collections[0], label="bits")
-    figure.legend(loc="outside lower right", ncols=3, fontsize=7)
+    figure.legend(loc="outside lower right", ncols=5, fontsize=7)
     return figure
 
 
@@ -96,7 +99,7 @@ def _accuracy(found: Mapping[tuple[str, str], Runs], device: str) -> Any:
     from matplotlib.figure import Figure
 
     datasets = list(dict.fromkeys(dataset for dataset, _ in found))
-    figure = Figure(figsize=(9, 1.4 + 0.42 * len(datasets)), layout="constrained")
+    figure = Figure(figsize=(10, 1.4 + 0.42 * len(datasets)), layout="constrained")
     chosen = [name for name in PRECISIONS if any(runs.differences(name) for runs in found.values())]
     ((first, *others),) = figure.subplots(1, len(chosen), sharey=True, squeeze=False)
     labelled = set()
@@ -174,16 +177,19 @@ def _draw_speed(axes: Any, found: Sequence[Line]) -> None:
 
 
 def _draw_memory(axes: Any, found: Sequence[Record]) -> None:
-    """What a step takes at its peak, and within it what is kept for the backward pass."""
-    for kind, field, width in (("peak", "peak_mib", 0.7), ("kept", "saved_mib", 0.3)):
-        values = [record[field] for record in found]
-        label = {"peak": "peak of the process, data set excluded", "kept": "kept for the backward pass"}[kind]
-        axes.barh(range(len(found)), values, width, color=COLORS[kind], label=label)
-        for y, value in enumerate(values):
-            axes.annotate(f"{value:.0f} ", (value, y), ha="right", va="center", fontsize=6, color=INK[kind])
+    """What a step takes at its peak, and what of it is kept for the backward pass."""
+    labels = {"kept": "kept for the backward pass", "peak": "peak of the process, data set excluded"}
+    places, values = range(len(found)), {}
+    for kind, field, marker in (("kept", "saved_mib", "o"), ("peak", "peak_mib", "s")):
+        values[kind] = [record[field] for record in found]
+        axes.plot(values[kind], places, marker, color=COLORS[kind], markersize=5, label=labels[kind])
+        for y, value in zip(places, values[kind], strict=True):
+            axes.annotate(f"   {value:.0f}", (value, y), ha="left", va="center", fontsize=6)
+    axes.hlines(places, values["kept"], values["peak"], color="lightgray", linewidth=0.8, zorder=0)
     axes.set_xscale("log")
+    axes.margins(x=0.1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_yticks(range(len(found)), [record["provider"] for record in found], fontsize=7)
+    axes.set_yticks(places, [record["provider"] for record in found], fontsize=7)
     for tick, record in zip(axes.get_yticklabels(), found, strict=True):
         tick.set_fontweight("bold" if record["provider"].startswith(OURS) else "normal")
-    axes.set_xlabel("MiB of a training step", fontsize=8)
+    axes.set_xlabel("MiB of a training step, on a logarithmic scale", fontsize=8)

@@ -135,3 +135,20 @@ def test_a_plot_has_a_mark_for_each_model(tmp_path: Path, monkeypatch: pytest.Mo
     marks = [float(line.get_xdata()[0]) for line in left.lines if line.get_marker() in ("o", "^", "D")]
     assert marks == pytest.approx([-3, -1, -2])  # gat, gcn, gin
     assert [label.get_text() for label in left.get_yticklabels()] == ["cora", "pubmed"]
+
+
+def test_steps_under_compression_have_a_plot_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {}
+    monkeypatch.setattr(
+        matplotlib.figure.Figure, "savefig", lambda self, path, **_: figures.update({path.stem.split("-")[-1]: self})
+    )
+    for case, kept in (("cora/gcn", 60.0), ("cora/sage/64", 50.0), ("cora/sage/64/budget", 19.0)):
+        write(tmp_path, "memory", case, "pyg csr fp32", peak_mib=100.0, saved_mib=kept)
+    plots.write(tmp_path, tmp_path / "plots")
+    drawn = {
+        name: {axes.get_title(): [float(line.get_xdata()[0]) for line in axes.lines] for axes in figure.axes}
+        for name, figure in figures.items()
+    }
+    assert drawn["memory"] == {"cora/gcn": [60.0, 100.0]}
+    assert drawn["compression"] == {"cora/sage/64": [50.0, 100.0], "cora/sage/64/budget": [19.0, 100.0]}
+    assert [text.get_text().strip() for text in figures["memory"].axes[0].texts] == ["60", "100"]

@@ -4,6 +4,8 @@
 - :class:`PartitionedGraph`: one graph over several processes, with rows of neighbors in codes of a few bits;
 - :func:`partition_nodes`: which process gets which node, and :func:`save_partitions`: files of each part;
 - :func:`mean_loss`: the loss over the nodes of all processes.
+
+It is imported by its own name: ``import qgnn`` does not need a torch with processes.
 """
 
 from qgnn.distributed.gradients import Int8State, fp32_hook, int8_hook

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 
 import torch
@@ -171,7 +172,7 @@ def linear(
             weight, bias = weight.to(value.dtype), None if bias is None else bias.to(value.dtype)
             y = torch.nn.functional.linear(value, weight, bias)
         if not torch.compiler.is_compiling() and trace.recording():
-            trace.report("matmul.forward", str(y.dtype).removeprefix("torch."), "torch", (value, weight, bias, y))
+            _report_products(value, weight, bias, y)
         return apply_epilogue("linear", y, activation, dropout, seed)
     if not config.is_integer:
         plan = plan_of(config, x)
@@ -204,3 +205,19 @@ def _values(x: QTensor) -> Tensor:
     """What the codes stand for, with the gradient of what they were made of."""
     value = x.dequantize()
     return value if x.origin is None else x.origin + (value - x.origin).detach()
+
+
+def _report_products(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """The product in full precision, and those of its gradients when they are made."""
+    report = partial(trace.report, fmt=str(y.dtype).removeprefix("torch."), backend="torch")
+    report("matmul.forward", operands=(x, weight, bias, y))
+    if not y.requires_grad:
+        return
+
+    def report_gradients(grad: Tensor) -> None:  # which are as large as what they are of
+        if x.requires_grad:
+            report("matmul.backward_dx", operands=(grad, weight, x))
+        if weight.requires_grad:
+            report("matmul.backward_dw", operands=(grad, x, weight))
+
+    y.register_hook(report_gradients)

@@ -222,10 +222,18 @@ def test_trace_shows_what_a_linear_ran() -> None:
     assert {record.ops[name]["calls"] for name in products} == {1}
     with trace() as record:
         QLinear(K, M, config=None)(x).sum().backward()
-    assert record.ops["matmul.forward"]["format"] == "float32"
-    with trace() as record:
-        QLinear(K, M)(x.detach()).sum().backward()
-    assert "matmul.backward_dx" not in record.ops
+    assert record.ops.keys() == products
+    assert {(op["format"], op["calls"]) for op in record.ops.values()} == {("float32", 1)}
+    num_bytes = {name: record.ops[name]["bytes"] for name in products}
+    assert num_bytes.pop("matmul.forward") - 4 * M == 4 * (N * K + K * M + N * M)
+    assert set(num_bytes.values()) == {4 * (N * K + K * M + N * M)}
+    for config in (QConfig(), None):
+        with trace() as record:
+            QLinear(K, M, config=config)(x.detach()).sum().backward()
+        assert "matmul.backward_dx" not in record.ops
+        with trace() as record:
+            QLinear(K, M, config=config).requires_grad_(False)(x).sum().backward()
+        assert "matmul.backward_dw" not in record.ops
 
 
 def test_linear_keeps_codes_in_place_of_x() -> None:
