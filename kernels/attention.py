@@ -42,7 +42,6 @@ from qgnn.kernels.attention_tiles import (
     exponentials,
     finite_maximum,
     keep_factors,
-    leaky_relu,
     load_heads,
     load_tile,
     locate_columns,
@@ -53,7 +52,7 @@ from qgnn.kernels.attention_tiles import (
     store_weighted_sum,
     write_row,
 )
-from qgnn.kernels.epilogue import dropout_arguments
+from qgnn.kernels.epilogue import dropout_arguments, leaky_relu
 from qgnn.kernels.rounding import load_seed
 from qgnn.kernels.spmm_plan import Plan, make_plan
 from torch import Tensor

@@ -40,7 +40,6 @@ from qgnn.kernels.attention_tiles import (
     additive_scores,
     exponentials,
     keep_factors,
-    leaky_relu,
     load_heads,
     load_row,
     load_tile,
@@ -53,7 +52,7 @@ from qgnn.kernels.attention_tiles import (
     sum_heads,
     sum_tiles,
 )
-from qgnn.kernels.epilogue import dropout_arguments
+from qgnn.kernels.epilogue import dropout_arguments, leaky_relu
 from qgnn.kernels.rounding import load_seed, to_fp32
 from qgnn.kernels.spmm_plan import Plan, make_plan
 from torch import Tensor

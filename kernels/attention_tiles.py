@@ -190,11 +190,6 @@ def additive_scores(
 
 
 @triton.jit
-def leaky_relu(x, negative_slope):
-    return tl.where(x > 0, x, x * negative_slope)
-
-
-@triton.jit
 def keep_factors(offs_e, offs_h, seed, threshold, factor, H: tl.constexpr):
     """What dropout multiplies the weights of edges (their positions in CSR order) by: [BLOCK_E, BLOCK_H].
 

@@ -12,10 +12,7 @@ Oracle: qgnn.reference.blocks_pack, qgnn.reference.blocks_unpack
 
 import triton
 import triton.language as tl
-from qgnn.kernels.rounding import absmax_scale, counter_hash, hash_keys, pair_hash, stepped_hash
-
-_LOWEST = tl.constexpr(-(2**31))
-_HIGHEST = tl.constexpr(2**31 - 1)
+from qgnn.kernels.rounding import HIGHEST, LOWEST, absmax_scale, counter_hash, hash_keys, pair_hash, stepped_hash
 
 
 @triton.jit
@@ -28,8 +25,8 @@ def flip_order(bits):
 def find_extrema(x, valid, HAS_GAPS: tl.constexpr):
     """Order keys of the smallest and the largest value of each block of fp32 [P, B, R]: int32 [B], twice."""
     key = flip_order(x.to(tl.int32, bitcast=True))
-    low = tl.where(valid, key, _HIGHEST) if HAS_GAPS else key
-    high = tl.where(valid, key, _LOWEST) if HAS_GAPS else key
+    low = tl.where(valid, key, HIGHEST) if HAS_GAPS else key
+    high = tl.where(valid, key, LOWEST) if HAS_GAPS else key
     return tl.min(tl.min(low, axis=0), axis=1), tl.max(tl.max(high, axis=0), axis=1)
 
 

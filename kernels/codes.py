@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from qgnn.kernels import tuning
-from qgnn.kernels.memory import column_offsets, common_unit
+from qgnn.kernels.memory import check_columns, column_offsets, common_unit
 from torch import Tensor
 
 
@@ -135,6 +135,7 @@ def _codes_unpack_kernel(
 def codes_pack(codes: Tensor, *, bits: int) -> Tensor:
     """Bytes of codes; the parameters are those of :func:`qgnn.reference.codes_pack`."""
     R, C = codes.shape
+    check_columns("codes_pack", C)
     stored = torch.empty((R, -(-C * bits // 8)), dtype=torch.uint8, device=codes.device)
     if stored.numel():
         config, unit = tuning.codes(C), _unit(C, codes.stride(0))
@@ -157,6 +158,7 @@ def codes_pack(codes: Tensor, *, bits: int) -> Tensor:
 def codes_unpack(stored: Tensor, *, bits: int, num_codes: int, signed: bool) -> Tensor:
     """Codes of bytes; the parameters are those of :func:`qgnn.reference.codes_unpack`."""
     R, C = stored.shape[0], num_codes
+    check_columns("codes_unpack", C)
     narrow, wide = (torch.int8, torch.int16) if signed else (torch.uint8, torch.int32)
     codes = torch.empty((R, C), dtype=narrow if bits <= 8 else wide, device=stored.device)
     if codes.numel():

@@ -19,6 +19,11 @@ from torch import Tensor
 
 
 @triton.jit
+def leaky_relu(x, slope):
+    return tl.where(x > 0, x, x * slope)
+
+
+@triton.jit
 def finish_rows(
     y,
     offs_n,

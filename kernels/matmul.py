@@ -9,7 +9,7 @@
 The last two are one kernel where that fits (``qgnn.kernels.quantize_matmul``). ``matmul_dw``, the product that
 contracts over rows, has its kernels in ``qgnn.kernels.matmul_dw``.
 
-Numerics: integers are summed in int32, exactly (K up to 131,072); scales and bias are applied in fp32, one rounding
+Numerics: integers are summed in int32, exactly (K up to 131,071); scales and bias are applied in fp32, one rounding
 each. The row scale of ``x`` does not enter requantized codes, only their scale. A NaN scale reaches exactly its own
 row.
 
@@ -31,8 +31,6 @@ from qgnn.kernels.rounding import absmax_scale, load_seed, round_codes, row_absm
 from torch import Tensor
 
 __all__ = ["matmul", "matmul_dw", "matmul_requantize", "quantize_matmul", "quantize_matmul_requantize"]
-
-MAX_INPUTS = 131_072  # 131,072 * 127 * 127 < 2**31: the longest sum that int32 holds whatever the codes
 
 
 @triton.jit
@@ -136,10 +134,10 @@ def _matmul_kernel(
 def _operands(x_q: Tensor, w_q: Tensor) -> tuple[Tensor, dict[str, int]]:
     """The weight codes with rows of whole zero-padded vectors, and the sizes and strides of both operands."""
     K = x_q.shape[1]
-    if K > MAX_INPUTS:
+    if K > tuning.MAX_INT32_TERMS:
         raise ValueError(
-            f"'matmul' expects at most {MAX_INPUTS} columns in 'x_q', the longest sum that int32 holds (got {K}); "
-            f"split the columns and add the products"
+            f"'matmul' expects at most {tuning.MAX_INT32_TERMS} columns in 'x_q', the longest sum that int32 "
+            f"holds (got {K}); split the columns and add the products"
         )
     if K % VECTOR_BYTES and w_q.numel():
         w_q = torch.nn.functional.pad(w_q, (0, code_stride(K) - K))

@@ -13,6 +13,18 @@ from torch import Tensor
 VECTOR_BYTES = 16
 
 
+MAX_COLUMNS = 2**31 - 2**13  # that int32 counts, with a tile beyond the end
+
+
+def check_columns(owner: str, num_columns: int) -> None:
+    """Raise unless int32 counts the columns of a row; rows are counted in int64."""
+    if num_columns > MAX_COLUMNS:
+        raise ValueError(
+            f"'{owner}' expects at most {MAX_COLUMNS} columns on a GPU (got {num_columns}); give more rows, of fewer "
+            f"columns"
+        )
+
+
 def code_stride(num_columns: int) -> int:
     """Row stride of a code matrix: a multiple of 16, or a power of two for rows of at most 8 codes."""
     if num_columns <= 8:

@@ -20,7 +20,7 @@ from qgnn.kernels import tuning
 from qgnn.kernels.activation import activation_backward
 from qgnn.kernels.epilogue import load_mask
 from qgnn.kernels.matmul_dw import add_partials
-from qgnn.kernels.memory import code_stride, column_offsets, empty_codes
+from qgnn.kernels.memory import check_columns, code_stride, column_offsets, empty_codes
 from qgnn.kernels.rounding import absmax_scale, load_seed, round_codes, row_absmax
 from torch import Tensor
 
@@ -110,6 +110,7 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of ``x``; the parameters are those of :func:`qgnn.reference.quantize`."""
     N, F = x.shape
+    check_columns("quantize", F)
     group = min(block_size, max(1, F)) if granularity == "block" else max(1, F)
     num_groups = -(-F // group)
     if num_groups > 1 and (group < 2 or group & (group - 1)):

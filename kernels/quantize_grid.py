@@ -18,13 +18,10 @@ import triton
 import triton.language as tl
 from qgnn.kernels import tuning
 from qgnn.kernels.blocks_tile import flip_order
-from qgnn.kernels.memory import VECTOR_BYTES, column_offsets, common_unit, empty_codes
-from qgnn.kernels.rounding import NAN_EXPONENT, load_seed, power_of_two, random_bits16
+from qgnn.kernels.memory import VECTOR_BYTES, check_columns, column_offsets, common_unit, empty_codes
+from qgnn.kernels.rounding import HIGHEST, INFINITY_BITS, LOWEST, NAN_EXPONENT, load_seed, power_of_two, random_bits16
 from torch import Tensor
 
-_INFINITY_BITS = tl.constexpr(0x7F800000)
-_LOWEST = tl.constexpr(-(2**31))
-_HIGHEST = tl.constexpr(2**31 - 1)
 _INTEGER = tl.constexpr(2.0**23)  # from here on all floats are integers
 # Of narrower rows all units up to 16 are told apart: the widths are a model's, and in single values each would take up
 # to twice as many instructions. Wider rows lie along the nodes of sampled batches: all widths are two kernels.
@@ -41,7 +38,7 @@ def round_to_integer(x, bits16, STOCHASTIC: tl.constexpr):
         bits = x.to(tl.int32, bitcast=True)
         magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
         rounded = (magnitude + _INTEGER) - _INTEGER
-        return (rounded.to(tl.int32, bitcast=True) | (bits & _LOWEST)).to(tl.float32, bitcast=True)
+        return (rounded.to(tl.int32, bitcast=True) | (bits & LOWEST)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -56,7 +53,7 @@ def shared_exponent(absmax_bits, ROUND_UP: tl.constexpr, MAX_EXPONENT: tl.conste
     if ROUND_UP:  # of a denormal all that matters is whether it rounds up to a normal number: below, the clamp decides
         bits += tl.where(absmax_bits < 0x00800000, 0x003FFFFF, 0x007FFFFF)
     shared = tl.maximum((bits >> 23) - MAX_EXPONENT, 0)
-    return tl.where(absmax_bits < _INFINITY_BITS, tl.minimum(shared, 254), NAN_EXPONENT)
+    return tl.where(absmax_bits < INFINITY_BITS, tl.minimum(shared, 254), NAN_EXPONENT)
 
 
 @triton.jit(do_not_specialize=["R", "C_UNITS", "stream"], do_not_specialize_on_alignment=["stride_xr"])
@@ -138,14 +135,14 @@ def _quantize_grid_kernel(
         else:
             key = flip_order(x.to(tl.int32, bitcast=True))
             inside = mask.reshape(BLOCK_R * GROUPS, GROUP)
-            low = flip_order(tl.min(tl.where(inside, key, _HIGHEST), axis=1)).to(tl.float32, bitcast=True)
-            high = flip_order(tl.max(tl.where(inside, key, _LOWEST), axis=1)).to(tl.float32, bitcast=True)
+            low = flip_order(tl.min(tl.where(inside, key, HIGHEST), axis=1)).to(tl.float32, bitcast=True)
+            high = flip_order(tl.max(tl.where(inside, key, LOWEST), axis=1)).to(tl.float32, bitcast=True)
         width = high - low
         is_wide = width > 1e-30
         inverse = tl.where(is_wide, tl.div_rn(LEVELS, tl.where(is_wide, width, 1.0)), 0.0)
         code = clamp(round_to_integer((x - low[:, None]) * inverse[:, None], bits16, STOCHASTIC), 0.0, LEVELS)
         y = code * tl.div_rn(width, LEVELS)[:, None] + low[:, None]
-        poisoned = (width.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= _INFINITY_BITS
+        poisoned = (width.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= INFINITY_BITS
     else:
         if IS_GIVEN:
             absmax = tl.load(high_ptr + offs_given, mask=mask_r, other=0.0)
@@ -204,6 +201,7 @@ def _launch(y: Tensor, exponent: Tensor | None, x: Tensor, grid: Any, seed: Tens
         if is_flat:  # any length is one kernel
             C = tuning.QUANTIZE_GRID_MAX_COLUMNS
             R, stride_xr, stride_qr = triton.cdiv(size, C), C, C
+        check_columns("quantize_dequantize' and 'quantize_shared", C)
         config = tuning.quantize_grid(C, group)
         unit, block_c = common_unit(C, stride_xr) if stride_xc == 1 else 1, config["BLOCK_C"]
         if unit < VECTOR_BYTES and C > _MAX_FEATURES:

@@ -22,7 +22,9 @@ import triton.language as tl
 _WEYL = tl.constexpr(0x9E3779B9)
 _HIGH = tl.constexpr(0x85EBCA6B)
 _STREAM_STEP = tl.constexpr(0x5BF0363585EBCA6B)
-_INFINITY_BITS = tl.constexpr(0x7F800000)
+INFINITY_BITS = tl.constexpr(0x7F800000)
+LOWEST = tl.constexpr(-(2**31))  # of int32
+HIGHEST = tl.constexpr(2**31 - 1)
 _FLUSH = tl.constexpr(1e-30)
 NAN_EXPONENT = tl.constexpr(255)  # of a block that is not finite, where the others are biased by 127
 
@@ -101,7 +103,7 @@ def absmax_scale(absmax, QMAX: tl.constexpr):
     """``(scale, inv)`` of groups with this ``max|x|`` (fp32, any shape)."""
     NUMERATOR: tl.constexpr = QMAX * (1 - 2.0**-22)
     STEP: tl.constexpr = 1.0 / QMAX
-    finite = (absmax.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < _INFINITY_BITS  # a NaN may have a sign
+    finite = (absmax.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITY_BITS  # a NaN may have a sign
     live = finite & (absmax > _FLUSH)
     scale = tl.where(live, absmax * STEP, tl.where(finite, 0.0, float("nan")))
     inv = tl.where(live, tl.div_rn(NUMERATOR, tl.where(live, absmax, 1.0)), 0.0)

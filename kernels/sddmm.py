@@ -6,7 +6,7 @@
 for the edges ``e`` from ``indptr[i]`` to ``indptr[i + 1]`` of row ``i``; a head ``h`` is one of H equal blocks of
 columns. Rows are walked by the items of a plan (``spmm_plan``), so many programs share the edges of a hub.
 
-Numerics: codes are multiplied and summed in int32, exactly (up to 131,072 columns a head), and scaled in fp32; floats
+Numerics: codes are multiplied and summed in int32, exactly (up to 131,071 columns a head), and scaled in fp32; floats
 are multiplied and summed in fp32. Each operation of a sum of rows is rounded. One program writes an edge:
 deterministic. A NaN scale or value reaches exactly the edges of its row. Offsets are 64-bit.
 
@@ -22,8 +22,6 @@ from qgnn.kernels.rounding import to_fp32
 from qgnn.kernels.spmm_plan import GROUP_ROWS, Plan, load_item, make_plan
 from qgnn.kernels.spmm_rows import lane_rows, load_lanes
 from torch import Tensor
-
-MAX_COLUMNS = 131_072  # 131,072 * 127 * 127 < 2**31: the longest sum that int32 holds whatever the codes
 
 
 @triton.jit
@@ -301,10 +299,10 @@ def sddmm(
             f"'sddmm' expects both operands in int8 or both in a floating-point type (got {x_target.dtype} and "
             f"{x_source.dtype})"
         )
-    if D > MAX_COLUMNS and is_int8 and op == "dot":
+    if D > tuning.MAX_INT32_TERMS and is_int8 and op == "dot":
         raise ValueError(
-            f"'sddmm' expects at most {MAX_COLUMNS} columns of codes, the longest sum that int32 holds (got {D}); "
-            f"split the columns and add the results"
+            f"'sddmm' expects at most {tuning.MAX_INT32_TERMS} columns of codes, the longest sum that int32 "
+            f"holds (got {D}); split the columns and add the results"
         )
     shape = (E, F) if op == "add" else (E,) if heads == 1 else (E, heads)
     out = torch.empty(shape, dtype=torch.float32, device=x_target.device)

@@ -22,9 +22,10 @@ import torch
 import triton
 import triton.language as tl
 from qgnn.kernels import tuning
+from qgnn.kernels.epilogue import leaky_relu
 from qgnn.kernels.memory import head_offsets
 from qgnn.kernels.softmax_backward import attention_scores_backward, softmax_backward
-from qgnn.kernels.softmax_edges import leaky_relu, load_node_scores, node_scores
+from qgnn.kernels.softmax_edges import load_node_scores, node_scores
 from qgnn.kernels.spmm_plan import GROUP_ROWS, Plan, load_item, make_plan
 from qgnn.kernels.spmm_rows import lane_rows, load_lanes
 from torch import Tensor

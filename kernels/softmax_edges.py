@@ -12,11 +12,6 @@ from qgnn.kernels.memory import head_offsets
 
 
 @triton.jit
-def leaky_relu(x, slope):
-    return tl.where(x > 0.0, x, x * slope)
-
-
-@triton.jit
 def load_node_scores(score_ptr, offs_n, mask_n, offs_h, H: tl.constexpr, FROM_NODES: tl.constexpr):
     """Scores of the rows ``offs_n`` ([R]), fp32 [R, 1, BLOCK_H]; nothing where edges have scores of their own."""
     if FROM_NODES:

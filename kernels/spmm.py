@@ -65,7 +65,7 @@ def _aggregate(
         if strategy.on_tensor_cores and E > 0:
             spmm_tile(plan, partial, x, gather, output, strategy.block_f)
         else:
-            config = tuning.spmm_rows(F, E // N, whole_rows=whole_rows, has_mask=output["HAS_MASK"])
+            config = tuning.spmm_rows(F, E // N, has_mask=output["HAS_MASK"])
             spmm_rows(plan, partial, x, gather, output, config)
         spmm_hubs(plan, partial, output)
 

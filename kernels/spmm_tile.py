@@ -66,7 +66,7 @@ def split_words(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def power_of_two(biased):
+def power_from_biased(biased):
     """fp32 power of two from its biased exponent, 1 to 254."""
     return (biased << 23).to(tl.float32, bitcast=True)
 
@@ -124,17 +124,17 @@ def aggregate_tile(
         bits = (value.to(tl.int32, bitcast=True) >> 23) & 0xFF
         raised = tl.maximum(exponent, tl.max(tl.where(bits == 255, 0, bits), axis=0))
         if raised > exponent:
-            shrink = power_of_two(tl.maximum(exponent - raised + _BIAS, 1))
+            shrink = power_from_biased(tl.maximum(exponent - raised + _BIAS, 1))
             even *= shrink
             odd *= shrink
         exponent = raised
-        scaled = (value * power_of_two(-exponent + (2 * _BIAS + _TARGET))).to(tl.float16)
+        scaled = (value * power_from_biased(-exponent + (2 * _BIAS + _TARGET))).to(tl.float16)
         inside = (offs_e[None, :] >= start[:, None]) & (offs_e[None, :] < stop[:, None])
         a = tl.where(inside, scaled[None, :], 0.0)  # [ROWS, BLOCK_E]
         low, high = split_words(x, ASM)  # [BLOCK_E, BLOCK_W]
         even = tl.dot(a, low, even)
         odd = tl.dot(a, high, odd)
-    back = power_of_two(exponent - _TARGET)
+    back = power_from_biased(exponent - _TARGET)
     return tl.join(even * back, odd * back).reshape(ROWS, 2 * BLOCK_W)
 
 

@@ -11,6 +11,8 @@ import triton
 
 Config = dict[str, Any]
 
+MAX_INT32_TERMS = 2**17 - 1  # of a sum of products of codes: (2**17 - 1) * 128 * 128 < 2**31
+
 
 @functools.cache
 def _capability(index: int) -> int:
@@ -247,9 +249,10 @@ def spmm_tile(block_f: int) -> Config:
     return {"BLOCK_E": 64, "BLOCK_W": block_f // 2, **_options(4 if block_f > 256 else 2)}
 
 
-def spmm_rows(num_columns: int, mean_degree: int, *, whole_rows: bool = False, has_mask: bool = False) -> Config:
-    """Aggregation by multiply-adds, in slices of 512 columns; a mask is made of bytes, of 8 columns each."""
-    return _gather(num_columns, mean_degree, 512, 8 if has_mask else 2)
+def spmm_rows(num_columns: int, mean_degree: int, *, has_mask: bool = False) -> Config:
+    """Aggregation by multiply-adds, in slices of as many columns as rows that are rounded whole may have; a mask is
+    made of bytes, of 8 columns each."""
+    return _gather(num_columns, mean_degree, SPMM_REQUANTIZE_MAX_COLUMNS, 8 if has_mask else 2)
 
 
 def spmm_hubs(num_columns: int, whole_rows: bool) -> Config:

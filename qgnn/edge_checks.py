@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch_geometric import EdgeIndex
 
-INT32_MAX = 2**31 - 1
+INT32_SIZES = 2**31 - 2**12  # kernels step over the end by up to a tile of edges
 
 
 def index_dtype(*sizes: int) -> torch.dtype:
     """int32 where it holds every index; int64 while compiling, where comparing symbolic sizes would be a guard."""
-    if torch.compiler.is_compiling() or max(sizes) > INT32_MAX:
+    if torch.compiler.is_compiling() or max(sizes) > INT32_SIZES:
         return torch.int64
     return torch.int32
 

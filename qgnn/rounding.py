@@ -27,6 +27,8 @@ MAX_BLOCK_SIZE = 1 << 16  # a longer block saves less than a thousandth of a bit
 METADATA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BINS = ("uniform", "optimal")
 
+MAX_INT32_TERMS = 2**17 - 1  # of a sum of products of codes: (2**17 - 1) * 128 * 128 < 2**31
+
 FLUSH = 1e-30  # below this the inverse scale would overflow; such values count as zero
 _NEAREST = 1 << 15
 

@@ -12,9 +12,9 @@ from torch._dynamo.backends.common import aot_autograd
 from dense import assert_within, sum_bound
 from graphs import GRAPHS
 from op_checks import assert_unbiased, gradients, traces_formats
-from qgnn import QConfig, QTensor, functional
+from qgnn import QConfig, QTensor, functional, trace
 from qgnn.formats import MSFP, MXFP4, Int, _format, parse
-from qgnn.functional import _mixed
+from qgnn.functional import _mixed, _operands
 from qgnn.functional._operands import Operand
 from qgnn.nn import QGATConv, QGCNConv, QLinear, QSAGEConv
 
@@ -59,6 +59,32 @@ def test_sets_of_rows_are_the_rows_of_one_matrix(name: str, granularity: str) ->
         assert torch.equal(own["weight"], grads["weight"])
     one = functional.quantize(x[0, 0], config)
     assert torch.equal(run(one, weight), run(x[0, 0], weight))
+
+
+@pytest.mark.parametrize("save", ["int8", "fp32"])
+@pytest.mark.parametrize("name", ["fixed6", "int4"])
+def test_int32_holds_parts_of_the_sum_over_many_rows(name: str, save: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the gradient of a weight is, but of codes with a scale a row."""
+    x, weight, upstream = torch.randn(90, K), torch.randn(M, K), torch.randn(90, M)
+    run = lambda x, weight: functional.linear(x, weight, config=config_of(name, save=save))  # noqa: E731
+    _, whole = gradients(run, {"x": x, "weight": weight}, upstream)
+    monkeypatch.setattr(_operands, "MAX_INT32_TERMS", 40)
+    with trace() as record:
+        _, parts = gradients(run, {"x": x, "weight": weight}, upstream)
+    assert record.ops["matmul.backward_dw"]["calls"] == (3 if save == "fp32" else 1)
+    assert torch.equal(parts["x"], whole["x"])
+    torch.testing.assert_close(parts["weight"], whole["weight"])
+
+
+def test_the_gradient_s_rows_are_rounded_where_they_are_read() -> None:
+    """Not for the gradient of the weight of packed blocks, whose columns meet the gradient's."""
+    weight = torch.randn(M, K, requires_grad=True)
+    for x in (torch.randn(32, K), torch.randn(32, K, requires_grad=True)):
+        y = functional.linear(x, weight, config=config_of("msfp12"))
+        with trace() as record:
+            y.sum().backward()
+        columns, others = 1, 2 * x.requires_grad  # rows, and the transposed weight that they meet
+        assert record.ops["quantize.shared"]["calls"] == columns + others
 
 
 def test_codes_of_sets_lie_along_the_columns() -> None:

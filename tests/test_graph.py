@@ -104,11 +104,11 @@ def test_indices_are_int64_beyond_the_limit(
 ) -> None:
     """Nodes of either side or edges may be too many; the limit stands in for 2**31 - 1."""
     edge_index = torch.randint(3, (2, num_edges), dtype=given)
-    monkeypatch.setattr(edge_checks, "INT32_MAX", 10)
+    monkeypatch.setattr(edge_checks, "INT32_SIZES", 10)
     graph = Graph.from_edge_index(edge_index, num_nodes)
     for part in (graph.csr, graph.csc):
         assert {part.indptr.dtype, part.index.dtype, part.order.dtype} == {torch.int64}
-    monkeypatch.setattr(edge_checks, "INT32_MAX", 11)
+    monkeypatch.setattr(edge_checks, "INT32_SIZES", 11)
     assert Graph.from_edge_index(edge_index, num_nodes).csr.index.dtype == torch.int32
 
 

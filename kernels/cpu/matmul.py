@@ -10,7 +10,7 @@ Codes that are mostly zero, as bag-of-words features are, are multiplied by a na
 finding them takes a read of one byte a value. A sample of rows decides.
 
 Numerics: 1024 * 127**2 < 2**24, so an fp32 sum of that many products of codes is exact in any order; longer rows are
-added up in int32 (K up to 131,072). ``dw`` contracts over rows of different scale and is an fp32 product.
+added up in int32 (K up to 131,071). ``dw`` contracts over rows of different scale and is an fp32 product.
 
 Oracle: qgnn.reference.matmul, matmul_requantize, matmul_dw
 """

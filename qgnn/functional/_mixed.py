@@ -162,7 +162,8 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     needs_dx, needs_dw, needs_db = needs
     with without_autocast(grad.device.type):
-        g = round_rows(grad, plan.grad, plan.granularity, stream_of(seed, _GRAD))
+        reads_rows = needs_dx or kept.codes is not None  # codes of columns meet those of the gradient's columns
+        g = round_rows(grad, plan.grad, plan.granularity, stream_of(seed, _GRAD)) if reads_rows else None
         dx = _input_grad(g, weight, plan, seed).to(x_dtype) if needs_dx else None
         dw = _weight_grad(grad, g, kept, plan, seed).to(weight.dtype) if needs_dw else None
         db = grad.sum(0).to(bias_dtype) if needs_db else None
@@ -249,15 +250,16 @@ def encode_columns(x: Tensor, fmt: Format, granularity: str, seed: Tensor | None
     return fmt.encode(x.detach().t(), None if granularity == "tensor" and fmt.scales_slices else -1, seed)
 
 
-def _input_grad(g: Operand, weight: Tensor, plan: Plan, seed: Tensor | None) -> Tensor:
+def _input_grad(g: Operand | None, weight: Tensor, plan: Plan, seed: Tensor | None) -> Tensor:
     w = round_rows(_wide(weight).t(), plan.weight, "row", stream_of(seed, _WEIGHT_T))
+    assert g is not None
     return product(g, w, None, "backward_dx")
 
 
-def _weight_grad(grad: Tensor, g: Operand, kept: _Kept, plan: Plan, seed: Tensor | None) -> Tensor:
+def _weight_grad(grad: Tensor, g: Operand | None, kept: _Kept, plan: Plan, seed: Tensor | None) -> Tensor:
     """``dw = g^T x`` ``[M, K]``, of ``grad`` and its rounded rows ``g``."""
     x = None if kept.codes is None else operand_of(kept.codes)
-    if x is not None and x.scale is not None and g.scale is not None:
+    if x is not None and x.scale is not None and g is not None and g.scale is not None:
         name = g.name if g.name == x.name else f"{g.name} x {x.name}"
         dw = ops.matmul_codes_dw(g.codes, g.scale, x.codes, x.scale, name)
         return _rounded_weight_grad(dw, plan, seed)

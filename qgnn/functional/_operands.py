@@ -7,10 +7,12 @@ integers with shared exponents in theirs; any other pair is multiplied in fp32, 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import prod
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from qgnn import ops, trace
 from qgnn.formats import Format, Int
@@ -18,7 +20,7 @@ from qgnn.formats._format import name_of
 from qgnn.packing import scale_blocks_
 from qgnn.qtensor import QTensor
 from qgnn.rng import stream_key
-from qgnn.rounding import Grid, shared_scale
+from qgnn.rounding import MAX_INT32_TERMS, Grid, shared_scale
 
 
 @dataclass  # not frozen, of which torch.compile before 2.12 makes no values
@@ -138,7 +140,7 @@ def product(a: Operand, b: Operand, bias: Tensor | None, pass_: str) -> Tensor:
     """``a b^T + bias`` in fp32, ``[R, C]`` and ``[M, C]`` to ``[R, M]``."""
     name = a.name if a.name == b.name else f"{a.name} x {b.name}"
     if a.scale is not None and b.scale is not None:
-        return ops.matmul_codes(a.codes, a.scale, b.codes, b.scale, bias, pass_, name)
+        return _codes_product(a, b, bias, pass_, name)
     if a.grid is not None and b.grid is not None and a.grid.block_size == b.grid.block_size:
         fraction_bits = a.grid.fraction_bits + b.grid.fraction_bits
         blocks = (a.codes, a.exponent, b.codes, b.exponent)
@@ -148,6 +150,20 @@ def product(a: Operand, b: Operand, bias: Tensor | None, pass_: str) -> Tensor:
     if not torch.compiler.is_compiling() and trace.recording():
         trace.report(f"matmul.{pass_}", f"{name} in {_type(out)}", "torch", (left, right, bias, out))
     return out
+
+
+def _codes_product(a: Operand, b: Operand, bias: Tensor | None, pass_: str, name: str) -> Tensor:
+    """By parts of as many columns as int32 sums hold; those of the gradient of a weight are the rows of a graph."""
+    assert a.codes is not None
+    assert b.codes is not None
+    num_columns = a.codes.shape[1]
+    if not guard_or_false(num_columns > MAX_INT32_TERMS):
+        return ops.matmul_codes(a.codes, a.scale, b.codes, b.scale, bias, pass_, name)
+    parts = []
+    for start in range(0, num_columns, MAX_INT32_TERMS):
+        left, right = (codes[:, start : start + MAX_INT32_TERMS].contiguous() for codes in (a.codes, b.codes))
+        parts.append(ops.matmul_codes(left, a.scale, right, b.scale, None if start else bias, pass_, name))
+    return reduce(Tensor.add_, parts)
 
 
 def _type(t: Tensor) -> str:

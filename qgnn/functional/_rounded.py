@@ -11,11 +11,18 @@ from torch import Tensor
 from qgnn.config import QConfig
 from qgnn.formats import Format, Int
 from qgnn.formats._format import name_of
+from qgnn.functional._checks import draw_seed
 from qgnn.functional._operands import round_rows, stream_of
 from qgnn.qtensor import QTensor
 
 # Streams of one seed, beyond those of operators and products.
-_MESSAGES, _AGGREGATION, _ATTENTION, _GRADIENT = 40, 48, 49, 50
+_MESSAGES, _AGGREGATION, _ATTENTION, _GRADIENT, _OWN_NODES = 40, 48, 49, 50, 51
+
+
+def own_nodes_seed(config: QConfig | None, seed: int | Tensor | None, x: Tensor | QTensor) -> Tensor | None:
+    """The seed of the sum over a part's own nodes, whose rows another product of the call may have made."""
+    like = x.scale if isinstance(x, QTensor) else x
+    return None if config is None else stream_of(draw_seed(config, seed, like), _OWN_NODES)
 
 
 def slices(fmt: Format, granularity: str, dim: int = -1) -> int | None:

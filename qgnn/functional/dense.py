@@ -153,7 +153,7 @@ def linear(
         seed: Seed of stochastic rounding and dropout.
 
     Shapes:
-        - **input:** ``x [..., K]``, ``weight [M, K]``, ``bias [M]``; with ``config``, ``K`` and ``M`` up to 131,072,
+        - **input:** ``x [..., K]``, ``weight [M, K]``, ``bias [M]``; with ``config``, ``K`` and ``M`` up to 131,071,
           which int32 sums hold
         - **output:** ``[..., M]``, of ``x``'s type (of the type that was quantized, if ``x`` is a QTensor)
 

@@ -26,7 +26,7 @@ from qgnn.functional._checks import (
     structure,
 )
 from qgnn.functional._packed import kept_rows
-from qgnn.functional._rounded import aggregated, message_rows, rounded
+from qgnn.functional._rounded import aggregated, message_rows, own_nodes_seed, rounded
 from qgnn.functional.activation import activation as activation_behind
 from qgnn.functional.dense import linear
 from qgnn.graph import Graph, as_graph
@@ -136,7 +136,7 @@ def graph_linear(
 
     Shapes:
         - **input:** ``x [S, K]``, ``weight [M, K]``, ``bias [M]``, ``edge_weight [E]``, ``[E, 1]`` or ``[E, H]``; with
-          ``config``, ``K`` and ``M`` up to 131,072, which int32 sums hold
+          ``config``, ``K`` and ``M`` up to 131,071, which int32 sums hold
         - **output:** ``[T, M]``, of ``x``'s type (of the type that was quantized, if ``x`` is a QTensor)
 
     Raises:
@@ -316,7 +316,7 @@ def _halo_aggregate(
     if reduce == "mean":
         graph = graph.averaged(compute_dtype(x.dtype))
     receive = graph.exchange(x)
-    out = _aggregate(owner, graph.inner, x, None, "sum", None, (None, 0), config, seed)
+    out = _aggregate(owner, graph.inner, x, None, "sum", None, (None, 0), config, own_nodes_seed(config, seed, x))
     out = out + _aggregate(owner, graph.halo, receive(), None, "sum", None, (None, 0), None, None)
     return _finished(out, bias, epilogue, seed)
 

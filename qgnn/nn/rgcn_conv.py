@@ -29,7 +29,7 @@ class QRGCNConv(PropagationConv, RGCNConv):
         \mathrm{aggr}_{j \in \mathcal{N}_r(i)} (\mathbf{x}_j) \, \mathbf{\Theta}_r + \mathbf{b}.
 
     One aggregation serves all relations: it sums into a row for each target and relation, ``[T * R, F]``. One product
-    with all weights follows, whose rows are ``R * F`` wide, up to 131,072 with a ``config``; what is kept of them for
+    with all weights follows, whose rows are ``R * F`` wide, up to 131,071 with a ``config``; what is kept of them for
     the backward pass is int8, where PyG keeps fp32. With ``num_blocks`` the products with the small blocks are full
     precision, and so are maxima and minima: rounding would change which row is the largest. The gradient of equal terms
     goes to the first of them, where PyG's layer splits it evenly. A :class:`torch_geometric.nn.RGCNConv` with the same

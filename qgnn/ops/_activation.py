@@ -30,6 +30,11 @@ def make_activation(
     return Activation(relu, threshold, seed, STREAM_DROPOUT, mask)
 
 
+def dropout_of(threshold: int, seed: Tensor | None) -> Activation | None:
+    """Dropout alone, whose mask is not kept."""
+    return Activation(False, threshold, seed, STREAM_DROPOUT, None) if threshold else None
+
+
 def fake_mask(like: Tensor, num_rows: int, width: int, relu: bool, threshold: int, keep_mask: bool) -> Tensor:
     """Shape of the mask that an op hands to its backward; nothing is empty in floats, as every result left out."""
     if not keep_mask or not (relu or threshold):

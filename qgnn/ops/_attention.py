@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgnn.activation import Activation
-from qgnn.ops._backends import STREAM_DROPOUT, Backend
+from qgnn.ops._backends import Backend
 from qgnn.ops._checks import CSC, CSR
 from qgnn.ops.sddmm import codes_of_heads, fake_codes_of_heads
 from qgnn.reference._common import compute_dtype
@@ -56,10 +55,6 @@ def fake_made(x: Tensor, scale: Tensor | None, heads: int, bits: int, keep: bool
 def kept(x: Tensor, scale: Tensor | None, codes: Tensor, codes_scale: Tensor, bits: int) -> Rows:
     """Rows and scales that a backward pass reads: what the forward pass gathered."""
     return (codes, codes_scale) if bits and scale is None else (x, scale)
-
-
-def dropout_of(threshold: int, seed: Tensor | None) -> Activation | None:
-    return Activation(False, threshold, seed, STREAM_DROPOUT, None) if threshold else None
 
 
 def edge_term(

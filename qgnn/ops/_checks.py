@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 
+from qgnn.rounding import MAX_INT32_TERMS
 from qgnn.weak_cache import cached
 
 CSR = {"indptr": "T+1", "index": "E"}
@@ -28,7 +29,6 @@ GRANULARITIES = ("row", "tensor")
 POSITIVE = range(1, 2**31)
 
 MAX_EDGE_BITS = 4  # of codes in bins of given edges: each value is compared with all of them
-MAX_TERMS = 1 << 17  # of an int32 sum of products of codes: 2^17 * 127^2 < 2^31
 
 _INDEX_TYPES = (torch.int32, torch.int64)
 _FLOAT_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -162,10 +162,10 @@ class Signature:
                     f"{parts} = {sizes[parts]})"
                 )
         for letter in self.int32_sums:
-            if letter in sizes and not may_hold(sizes[letter] <= MAX_TERMS):
+            if letter in sizes and not may_hold(sizes[letter] <= MAX_INT32_TERMS):
                 raise ValueError(
-                    f"'{owner}' sums at most {MAX_TERMS} products of codes in int32 (got {letter} = {sizes[letter]}); "
-                    f"split the features"
+                    f"'{owner}' sums at most {MAX_INT32_TERMS} products of codes in int32 (got {letter} = "
+                    f"{sizes[letter]}); split the features"
                 )
         return sizes
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgnn.activation import KINDS, Activation, derivative_size, derivative_steps, keep_factor, mask_width
+from qgnn.activation import KINDS, derivative_size, derivative_steps, keep_factor, mask_width
 from qgnn.ops import _activation
-from qgnn.ops._backends import STREAM_DERIVATIVE, STREAM_DROPOUT, Backend, fresh
+from qgnn.ops._backends import STREAM_DERIVATIVE, Backend, fresh
 from qgnn.ops._checks import Signature
 from qgnn.ops._operator import define, no_second_derivative, register_autograd
 from qgnn.ops.matmul import fake_db
@@ -30,10 +30,6 @@ def _kept(x: Tensor, kind: str, keep: bool, keep_codes: bool) -> tuple[Tensor | 
     elif keep and kind == "elu":
         derivative = x.new_empty((N, F), dtype=torch.uint8 if keep_codes else x.dtype)
     return mask, derivative
-
-
-def _dropout(threshold: int, seed: Tensor | None) -> Activation | None:
-    return Activation(False, threshold, seed, STREAM_DROPOUT, None) if threshold else None
 
 
 def _activation_forward(
@@ -58,7 +54,7 @@ def _activation_forward(
         residual,
         kind=kind,
         slope=slope,
-        dropout=_dropout(threshold, dropout_seed),
+        dropout=_activation.dropout_of(threshold, dropout_seed),
         mask=mask,
         derivative=derivative,
         steps=derivative_steps(slope),
@@ -125,7 +121,7 @@ def _activation_backward(
         derivative=derivative,
         slope=slope if kind == "leaky_relu" else 0.0,
         factor=factor,
-        dropout=_dropout(threshold, dropout_seed) if kind in ("none", "leaky_relu") else None,
+        dropout=_activation.dropout_of(threshold, dropout_seed) if kind in ("none", "leaky_relu") else None,
         sum_columns=needs_db,
     )
     return fresh(grad, results)

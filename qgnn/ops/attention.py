@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qgnn.ops import _attention
-from qgnn.ops._activation import CHOICES
+from qgnn.ops._activation import CHOICES, dropout_of
 from qgnn.ops._backends import STREAM_GRAD, STREAM_INPUT, Backend, fresh
 from qgnn.ops._checks import CSR, INT8_OR_FULL, Signature
 from qgnn.ops._operator import define, register_autograd
@@ -56,7 +56,7 @@ def _attention_forward(
         x_scale=scale,
         edge_score=_attention.edge_term(edge_attr, edge_weight, edge_order, x),
         negative_slope=negative_slope,
-        dropout=_attention.dropout_of(threshold, dropout_seed),
+        dropout=dropout_of(threshold, dropout_seed),
         out_dtype=_out_dtype(x, score_target),
     )
     return fresh(x, (out, lse, *_attention.made(x_scale, (rows, scale), keep)))
@@ -147,7 +147,7 @@ def _attention_backward(
         x_scale=x_scale,
         edge_score=_attention.edge_term(edge_attr, edge_weight, edge_order, x),
         negative_slope=negative_slope,
-        dropout=_attention.dropout_of(threshold, dropout_seed),
+        dropout=dropout_of(threshold, dropout_seed),
         grad_bits=bits,
         seed=seed,
         stream=STREAM_GRAD,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qgnn.ops import _attention
-from qgnn.ops._activation import CHOICES
+from qgnn.ops._activation import CHOICES, dropout_of
 from qgnn.ops._backends import STREAM_GRAD, STREAM_HIDDEN, STREAM_INPUT, STREAM_WEIGHT, Backend, fresh
 from qgnn.ops._checks import CSR, INT8_OR_FULL, POSITIVE, Signature
 from qgnn.ops._operator import define, register_autograd
@@ -66,7 +66,7 @@ def _attention_dot(
         key_scale=rows[1][1],
         value_scale=rows[2][1],
         edge_x=_attention.edge_term(edge_attr, edge_weight, edge_order, value),
-        dropout=_attention.dropout_of(threshold, dropout_seed),
+        dropout=dropout_of(threshold, dropout_seed),
         out_dtype=value.dtype if value.is_floating_point() else torch.float32,
     )
     kept = [_attention.made(scale, made, keep) for (_, scale), made in zip(given, rows, strict=True)]
@@ -160,7 +160,7 @@ def _attention_dot_backward(
         key_scale=key_scale,
         value_scale=value_scale,
         edge_x=_attention.edge_term(edge_attr, edge_weight, edge_order, value),
-        dropout=_attention.dropout_of(threshold, dropout_seed),
+        dropout=dropout_of(threshold, dropout_seed),
         grad_bits=bits,
         seed=seed,
         stream=STREAM_GRAD,

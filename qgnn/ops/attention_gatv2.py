@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qgnn.ops import _attention
-from qgnn.ops._activation import CHOICES
+from qgnn.ops._activation import CHOICES, dropout_of
 from qgnn.ops._backends import STREAM_GRAD, STREAM_HIDDEN, STREAM_INPUT, Backend, fresh
 from qgnn.ops._checks import CSR, INT8_OR_FULL, Signature
 from qgnn.ops._operator import define, register_autograd
@@ -59,7 +59,7 @@ def _attention_gatv2(
         source_scale=source[1],
         edge_x=_attention.edge_term(edge_attr, edge_weight, edge_order, x_source),
         negative_slope=negative_slope,
-        dropout=_attention.dropout_of(threshold, dropout_seed),
+        dropout=dropout_of(threshold, dropout_seed),
         out_dtype=_out_dtype(x_source, att),
     )
     kept = (*_attention.made(target_scale, target, keep), *_attention.made(source_scale, source, keep))
@@ -156,7 +156,7 @@ def _attention_gatv2_backward(
         source_scale=source_scale,
         edge_x=_attention.edge_term(edge_attr, edge_weight, edge_order, x_source),
         negative_slope=negative_slope,
-        dropout=_attention.dropout_of(threshold, dropout_seed),
+        dropout=dropout_of(threshold, dropout_seed),
         grad_bits=bits,
         seed=seed,
         stream=STREAM_GRAD,

@@ -1,17 +1,21 @@
 """Codes in bytes and back: the Triton kernels equal the reference, in every bit."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from qgnn.kernels import tuning
 from qgnn.kernels.codes import _codes_pack_kernel, _codes_unpack_kernel, codes_pack, codes_unpack
-from qgnn.kernels.memory import empty_codes
+from qgnn.kernels.memory import MAX_COLUMNS, empty_codes
+from qgnn.kernels.quantize import quantize
+from qgnn.kernels.quantize_grid import quantize_shared
 from torch import Tensor
 
 from code_cases import codes_of
 from kernel_cases import surrounded
 from qgnn import reference
+from qgnn.formats import MSFP
 
 WIDTHS = (0, 1, 7, 8, 9, 33, 40, 2051, 2056)  # the last two: two tiles, of single codes and of whole groups
 
@@ -61,3 +65,17 @@ def test_rows_of_more_bytes_than_32_bits_count(device: str) -> None:
 def test_any_strides_and_bits_above_those_of_a_code(device: str, bits: int) -> None:
     for codes in (codes_of(bits, 33, 5).t(), codes_of(8 if bits <= 8 else 16, 9, 40)[::2, 1::3]):
         assert_equals_reference(codes.to(device), bits)
+
+
+def test_rows_that_int32_cannot_count_are_refused() -> None:
+    """Before anything is read: the tensors have no values."""
+    row = torch.empty((1, MAX_COLUMNS + 1), dtype=torch.uint8, device="meta")
+    calls = {
+        "codes_pack": partial(codes_pack, row, bits=4),
+        "codes_unpack": partial(codes_unpack, row[:, :9], bits=4, num_codes=MAX_COLUMNS + 1, signed=False),
+        "quantize": partial(quantize, row.to(torch.float16), granularity="block"),
+        "quantize_shared": partial(quantize_shared, row.to(torch.float16), MSFP(3).grid),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=rf"{name}' expects? at most 2147475456 columns .*\(got 2147475457\)"):
+            call()

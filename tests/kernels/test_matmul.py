@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from qgnn.kernels import tuning
-from qgnn.kernels.matmul import MAX_INPUTS, matmul, matmul_dw, matmul_requantize
+from qgnn.kernels.matmul import matmul, matmul_dw, matmul_requantize
 from torch import Tensor
 
 from activation_cases import ACTIVATIONS, activation
@@ -157,9 +157,9 @@ def test_products_of_nothing(device: str, N: int, K: int, M: int) -> None:
 
 @pytest.mark.parametrize("function", [matmul, matmul_requantize])
 def test_products_refuse_sums_that_int32_cannot_hold(device: str, function: Callable[..., object]) -> None:
-    x_q = torch.zeros((1, 1), dtype=torch.int8, device=device).expand(2, MAX_INPUTS + 1)
+    x_q = torch.zeros((1, 1), dtype=torch.int8, device=device).expand(2, tuning.MAX_INT32_TERMS + 1)
     one = torch.ones(2, device=device)
-    with pytest.raises(ValueError, match="'matmul' expects at most 131072 columns in 'x_q'"):
+    with pytest.raises(ValueError, match="'matmul' expects at most 131071 columns in 'x_q'"):
         function(x_q, one, x_q, one)
 
 

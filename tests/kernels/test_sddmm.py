@@ -1,6 +1,7 @@
 import pytest
 import torch
-from qgnn.kernels.sddmm import MAX_COLUMNS, sddmm
+from qgnn.kernels import tuning
+from qgnn.kernels.sddmm import sddmm
 from qgnn.kernels.spmm_plan import make_plan
 from torch import Tensor
 
@@ -185,7 +186,7 @@ def test_sddmm_refuses_codes_with_floats(device: str, codes: str) -> None:
 
 
 def test_sddmm_refuses_sums_that_int32_cannot_hold(device: str) -> None:
-    row = torch.zeros((1, 1), dtype=torch.int8, device=device).expand(1, MAX_COLUMNS + 1)
+    row = torch.zeros((1, 1), dtype=torch.int8, device=device).expand(1, tuning.MAX_INT32_TERMS + 1)
     indptr, index = torch.tensor([0, 1], device=device), torch.tensor([0], device=device)
-    with pytest.raises(ValueError, match="'sddmm' expects at most 131072 columns of codes"):
+    with pytest.raises(ValueError, match="'sddmm' expects at most 131071 columns of codes"):
         sddmm(indptr, index, row, row)

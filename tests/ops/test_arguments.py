@@ -17,6 +17,7 @@ from op_checks import PLAIN_PRODUCT
 from qgnn import QConfig
 from qgnn.nn import QLinear
 from qgnn.ops import _checks
+from qgnn.rounding import MAX_INT32_TERMS
 
 
 def call(name: str, **change: Any) -> Any:
@@ -52,13 +53,21 @@ def test_every_operator_is_among_the_bad_inputs() -> None:
 
 
 def test_integer_sums_are_limited_to_what_int32_holds() -> None:
-    wide = {"x": torch.ones(1, _checks.MAX_TERMS + 1), "weight": torch.ones(1, _checks.MAX_TERMS + 1), "bias": None}
+    wide = {
+        "x": torch.ones(1, MAX_INT32_TERMS + 1),
+        "weight": torch.ones(1, MAX_INT32_TERMS + 1),
+        "bias": None,
+    }
     for name in ("matmul", "graph_linear"):
-        with pytest.raises(ValueError, match=rf"'qgnn::{name}' sums at most 131072 products .*K = 131073"):
+        with pytest.raises(ValueError, match=rf"'qgnn::{name}' sums at most 131071 products .*K = 131072"):
             getattr(torch.ops.qgnn, name)(**on_meta(arguments_of(name) | wide))
-    widest = {"x": torch.ones(1, _checks.MAX_TERMS), "weight": torch.ones(1, _checks.MAX_TERMS), "bias": None}
+    widest = {
+        "x": torch.ones(1, MAX_INT32_TERMS),
+        "weight": torch.ones(1, MAX_INT32_TERMS),
+        "bias": None,
+    }
     y, *_ = call("matmul", **widest, seed=None, threshold=0)
-    torch.testing.assert_close(y, torch.full((1, 1), float(_checks.MAX_TERMS)))
+    torch.testing.assert_close(y, torch.full((1, 1), float(MAX_INT32_TERMS)))
 
 
 def test_indices_are_searched_once() -> None:

@@ -26,6 +26,7 @@ from kernel_cases import (
     surrounded,
 )
 from qgnn import reference, rng, rounding
+from qgnn.rounding import MAX_INT32_TERMS
 
 # N, K, M: single rows and columns, columns 16 and 64 at a time, K beyond what fp32 adds up exactly, several chunks
 SHAPES = [
@@ -128,10 +129,11 @@ def test_products_take_scales_and_bias_of_16_bits(dtype: torch.dtype) -> None:
     assert_equal(matmul(*halves), reference.matmul(*floats))
 
 
-@pytest.mark.parametrize("K", [2000, 131_072])
-def test_integer_sums_are_exact_beyond_24_bits(route: str, K: int) -> None:
+@pytest.mark.parametrize("low", [100, -128])
+@pytest.mark.parametrize("K", [2000, MAX_INT32_TERMS])
+def test_integer_sums_are_exact_beyond_24_bits(route: str, K: int, low: int) -> None:
     """Terms of up to 14 bits: fp32 would round the partial sums, int32 rounds the final one only."""
-    x_q, w_q = (torch.randint(100, 128, (n, K), dtype=torch.int8) for n in (3, 5))
+    x_q, w_q = (torch.randint(low, 128 if low > 0 else -127, (n, K), dtype=torch.int8) for n in (3, 5))
     exact = (x_q.long()[:, None] * w_q.long()[None]).sum(2)
     assert exact.min() > 2**24
     one = torch.ones(5)
