@@ -120,6 +120,10 @@ def measure(options: argparse.Namespace) -> int:
                 records += group
                 if results is not None and group:  # none where no provider was available
                     append(results / stamp.machine / f"{suite}.jsonl", group)
+        except harness.DeviceLostError as error:
+            print(f"{suite}: {error}; the rest is not measured", file=sys.stderr)
+            broken += options.suites[options.suites.index(suite) :]
+            break
         except Exception:  # its inputs could not be made; the other suites still can
             traceback.print_exc()
             broken.append(suite)

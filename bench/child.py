@@ -16,7 +16,7 @@ import torch
 from qgnn.cli.measure import PeakMemory
 from qgnn.cli.processes import is_launched
 
-from .clock import make_clock
+from .clock import Clock, make_clock
 from .harness import UnavailableError, Work
 from .suites.inputs import Setting
 from .suites.process import Problems
@@ -24,13 +24,13 @@ from .suites.process import Problems
 MIN_STEPS, MAX_STEPS, ENOUGH_MS = 3, 20, 2000.0
 
 
-def measure(work: Work, memory: PeakMemory, base_mib: float, device: torch.device) -> dict[str, Any]:
+def measure(work: Work, memory: PeakMemory, base_mib: float, clock: Clock) -> dict[str, Any]:
     """A few steps of ``work``; its peak counts from ``base_mib``, the level before anything of it was made."""
-    clock = make_clock(device)
     times_ms: list[float] = []
     while len(times_ms) < MIN_STEPS or (len(times_ms) < MAX_STEPS and sum(times_ms) < ENOUGH_MS):
         times_ms.append(clock.time(work.run))
     peak_mib = memory.mib
+    metrics = work.metrics and work.metrics()  # of the steps: the check has a peak of its own
     assert peak_mib is not None
     assert work.check is not None
     return {
@@ -38,7 +38,7 @@ def measure(work: Work, memory: PeakMemory, base_mib: float, device: torch.devic
         "peak_mib": peak_mib - base_mib,
         "saved_mib": work.kept_mib(),
         "results": work.check(),
-        "metrics": work.metrics and work.metrics(),
+        "metrics": metrics,
     }
 
 
@@ -59,7 +59,7 @@ def main() -> None:
     problems: Problems = import_module(f".suites.{options.suite}", __package__).PROBLEMS
     problem = problems[options.problem](Setting(device, options.quick, options.root))
     (setup,) = (provider.setup for provider in problem.providers() if provider.name == options.provider)
-    memory = PeakMemory(device)
+    clock, memory = make_clock(device), PeakMemory(device)  # a clock has memory of its own
     memory.start()
     base_mib = memory.mib
     result: dict[str, Any] | str
@@ -68,7 +68,7 @@ def main() -> None:
     else:
         try:
             found = setup()
-            result = measure(found, memory, base_mib, device) if isinstance(found, Work) else vars(found)
+            result = measure(found, memory, base_mib, clock) if isinstance(found, Work) else vars(found)
         except UnavailableError as reason:
             result = str(reason)
     if os.environ.get("RANK", "0") == "0":

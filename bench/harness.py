@@ -13,18 +13,22 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from qgnn.cli.measure import SavedBytes, storages_of
+from qgnn.cli.measure import device_is_lost
 from qgnn.cli.metric import METRICS
 from qgnn.cli.provenance import Stamp, now
 from qgnn.memory import MIB
 
 from .clock import Clock, percentile
+from .live import saved_bytes, storage_mib
 from .records import Record, make_record
+
+
+class DeviceLostError(RuntimeError):
+    """A device that serves no call of this process any more, as after an access out of bounds."""
 
 
 class UnavailableError(Exception):
@@ -74,11 +78,13 @@ class Provider:
     """A named way to do the work; ``tolerance`` bounds its relative error, ||result - reference|| / ||reference||.
 
     The name ends in the precision, as in ``torch.sparse csr fp32``: reports compare with the best of a precision.
+    ``num_bytes`` are what it has to move, where that is not what the others of its case have to.
     """
 
     name: str
     setup: Callable[[], Work | Measured]
     tolerance: float
+    num_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -206,53 +212,20 @@ def peak_mib(work: Work, device: torch.device) -> float | None:
     return (torch.cuda.max_memory_allocated(device) - before) / MIB
 
 
-def saved_bytes(forward: Callable[[], object]) -> int:
-    """Bytes of the distinct storages that ``forward`` makes and saves for the backward pass.
-
-    What was alive before it (parameters, inputs, a prepared graph) is kept anyway and does not count.
-    """
-    saved = SavedBytes()
-    with saved.count():
-        forward()
-    return round(saved.mib * MIB)
-
-
-def storage_mib(tensors: Iterable[Tensor]) -> float:
-    """What the distinct storages of tensors occupy; one of a subclass is the tensors that it is made of."""
-    storages = {}
-    waiting = list(tensors)
-    while waiting:
-        tensor = waiting.pop()
-        if hasattr(tensor, "__tensor_flatten__"):
-            waiting += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        else:
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values()) / MIB
-
-
-def made(forward: Callable[[], Any]) -> list[Tensor]:
-    """Tensors that live after a forward pass and did not before, its results left out: what it keeps, whatever stands
-    for a tensor."""
-
-    def alive() -> list[Tensor]:
-        gc.collect()
-        return [t for t in gc.get_objects() if type(t) in (Tensor, torch.nn.Parameter)]
-
-    before = alive()
-    results = forward()
-    excluded = {s.data_ptr() for t in (*before, *results) for s in storages_of(t)}
-    return [t for t in alive() if all(s.data_ptr() not in excluded for s in storages_of(t))]
-
-
 @contextmanager
 def _attempt(entry: Entry, say: Callable[[str, str], None]) -> Iterator[None]:
-    """Make an exception, running out of memory included, the failure of this provider alone."""
+    """Make an exception, running out of memory included, the failure of this provider alone.
+
+    Raises:
+        DeviceLostError: If the device serves nobody any more.
+    """
     try:
         yield
-    except Exception:
+    except Exception as error:
         say(entry.provider.name, f"failed\n{traceback.format_exc()}")
         entry.fail()
+        if device_is_lost():
+            raise DeviceLostError("the device is of no use to this process any more") from error
 
 
 def _prepare(entry: Entry, reference: Sequence[Tensor], device: torch.device) -> None:
@@ -307,18 +280,30 @@ def _count(entry: Entry, device: torch.device) -> None:
 
 
 def measure(
-    suite: str, case: Case, *, stamp: Stamp, clock: Clock, effort: Effort, device: torch.device
+    suite: str,
+    case: Case,
+    *,
+    stamp: Stamp,
+    clock: Clock,
+    effort: Effort,
+    device: torch.device,
+    deadline: float = math.inf,
 ) -> list[Record]:
-    """Gate and time the providers of a case. What fails its gate, or trained a model that diverged,
-    is recorded with ``ok`` false and is not timed."""
+    """Gate and time the providers of a case that can be set up before the deadline. What fails its gate, or trained a
+    model that diverged, is recorded with ``ok`` false and is not timed."""
 
     def say(provider: str, message: str) -> None:
         print(f"{suite}: {case.name} {case.pass_}: {provider}: {message}", file=sys.stderr, flush=True)
 
     utc = now()
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()  # or else sizes that differ from the last case's would be symbols
     entries = []
     reference: Sequence[Tensor] | None = None
     for provider in case.providers:
+        if time.monotonic() > deadline:
+            say(provider.name, "not measured: out of time")
+            continue
         entry = Entry(provider)
         with _attempt(entry, say):
             try:
@@ -356,7 +341,7 @@ def _record(suite: str, case: Case, entry: Entry, stamp: Stamp, utc: str) -> Rec
         p80_ms=percentile(times, 0.8),
         peak_mib=entry.peak_mib,
         saved_mib=entry.saved_mib,
-        bytes=case.num_bytes,
+        bytes=case.num_bytes if entry.provider.num_bytes is None else entry.provider.num_bytes,
         error=entry.error,
         ok=entry.ok,
         test_acc=entry.test_acc,
@@ -380,4 +365,4 @@ def measure_all(
         if time.monotonic() > deadline:
             print(f"{suite}: {case.name} {case.pass_}: not measured: out of time", file=sys.stderr, flush=True)
             return
-        yield measure(suite, case, stamp=stamp, clock=clock, effort=effort, device=device)
+        yield measure(suite, case, stamp=stamp, clock=clock, effort=effort, device=device, deadline=deadline)

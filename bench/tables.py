@@ -18,8 +18,8 @@ LAYER = (
 )
 SCALE = ("nodes", "edges", "provider", "ms", "ns an edge", "peak MiB", "bytes an edge", "process GiB")
 SCALE_NOTE = (
-    "A training step of a GCN of two layers. Peak: beyond the edges as they are given; process: with these, the "
-    "features and all libraries. An edge counts once for each direction. Huge pages are on: `THP_MEM_ALLOC_ENABLE=1`."
+    "A training step of a GCN of two layers. Peak: with the edges as they are given, 16 bytes each, and the features; "
+    "process: with all libraries. An edge counts once for each direction. Huge pages are on: `THP_MEM_ALLOC_ENABLE=1`."
 )
 DISTRIBUTED = (
     *("data set, model", "shared", "provider", "test accuracy %", "difference", "losses apart", "MiB sent an epoch"),

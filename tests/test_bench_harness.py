@@ -1,10 +1,6 @@
 """The harness on providers that are wrong, slow, missing or that break halfway; clocks and records."""
 
-import fcntl
 import importlib
-import json
-import os
-import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +19,8 @@ harness = importlib.import_module("bench.harness")
 provenance = importlib.import_module("qgnn.cli.provenance")
 records = importlib.import_module("bench.records")
 clock = importlib.import_module("bench.clock")
+live = importlib.import_module("bench.live")
+main = importlib.import_module("bench.__main__")
 
 CPU = torch.device("cpu")
 STAMP = provenance.Stamp("Some CPU, 2 threads", "0123456789abcdef", False, {"torch": "2.0"})
@@ -123,6 +121,46 @@ def test_a_failure_while_counting_is_a_failed_record() -> None:
     assert found["counted"]["ok"] is False
     assert found["counted"]["median_ms"] is found["counted"]["saved_mib"] is None
     assert found["right"]["ok"] is True
+
+
+def test_no_provider_is_set_up_when_time_is_out(capsys: pytest.CaptureFixture) -> None:
+    case = harness.Case("a/b", "forward", list, [provider("late", torch.ones(4))])
+    arguments = {"stamp": STAMP, "clock": clock.CpuClock(), "effort": harness.QUICK, "device": CPU}
+    assert harness.measure("unit", case, **arguments, deadline=0.0) == []
+    assert "late: not measured: out of time" in capsys.readouterr().err
+
+
+def test_a_lost_device_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which others would get the blame; what was measured before is there."""
+    right = torch.ones(4)
+    monkeypatch.setattr(harness, "device_is_lost", lambda: True)
+    assert measure(provider("right", right), reference=right)["right"]["ok"]
+    with pytest.raises(harness.DeviceLostError):
+        measure(provider("bad", RuntimeError("illegal access")), provider("right", right), reference=right)
+
+
+def test_a_provider_may_move_other_bytes_than_its_case() -> None:
+    right = torch.ones(4)
+    copy = harness.Provider("copy", lambda: harness.Work(lambda: right), 0.0, num_bytes=32)
+    found = measure(copy, provider("right", right), reference=right)
+    assert (found["copy"]["bytes"], found["right"]["bytes"]) == (32, 1000)
+
+
+def test_each_case_is_compiled_by_itself() -> None:
+    """Sizes that differ from those of the case before would be symbols."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph
+
+    function = torch.compile(lambda x: 2 * x, backend=backend)
+    for size in (5, 6, 7):
+        right = torch.ones(size)
+        measure(provider("compiled", lambda right=right: function(right / 2)), reference=right)
+    names = [[node.name for node in graph.graph.nodes if node.op == "placeholder"] for graph in graphs]
+    assert [len(found) for found in names] == [1, 1, 1]
+    torch.compiler.reset()
 
 
 def test_without_a_reference_everyone_fails(capsys: pytest.CaptureFixture) -> None:
@@ -252,8 +290,8 @@ def test_percentile_interpolates() -> None:
 
 def test_saved_bytes_counts_what_the_forward_pass_makes_and_keeps() -> None:
     x, weight = torch.randn(100, 16), torch.randn(16, 8, requires_grad=True)
-    assert harness.saved_bytes(lambda: x @ weight) == 0  # an input and a parameter
-    assert harness.saved_bytes(lambda: (x @ weight).relu().square()) == 100 * 8 * 4  # one tensor, saved twice
+    assert live.saved_bytes(lambda: x @ weight) == 0  # an input and a parameter
+    assert live.saved_bytes(lambda: (x @ weight).relu().square()) == 100 * 8 * 4  # one tensor, saved twice
 
 
 def test_deadline_stops_before_the_next_case() -> None:
@@ -295,7 +333,11 @@ def test_a_checkout_knows_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "bench" / "results" / "machine").mkdir(parents=True)
     (tmp_path / "bench" / "results" / "machine" / "unit.jsonl").touch()  # records do not make the code another one
     assert provenance.commit() == (head, False)
-    (tmp_path / "new.py").touch()
+    (tmp_path / "sweeps").mkdir()
+    (tmp_path / "sweeps" / "journal.jsonl").touch()
+    assert provenance.commit() == (head, False), "what a command writes is no code"
+    (tmp_path / "qgnn").mkdir()
+    (tmp_path / "qgnn" / "new.py").touch()
     assert provenance.commit() == (head, True)
     index = tmp_path / ".git" / "index"
     index.write_bytes(b"no index")
@@ -311,62 +353,3 @@ def test_a_checkout_knows_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_record_needs_every_field() -> None:
     with pytest.raises(ValueError, match="a record has the fields"):
         records.make_record(STAMP, NOW, suite="unit")
-
-
-def lines_of(*cases: str) -> list[dict]:
-    return [{"case": case, "provider": "qgnn int8"} for case in cases]
-
-
-def test_what_a_kill_left_is_cut_away_at_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # hundreds of them would take seconds
-    path = tmp_path / "machine" / "unit.jsonl"
-    records.append(path, lines_of("a", "b"))
-    content = path.read_bytes()
-    whole = len(content) // 2
-    for left in (*(content[:end] for end in range(whole, len(content))), content[:whole] + bytes(9) + b"\n"):
-        path.write_bytes(left)
-        assert list(records.read(tmp_path)) == [("machine", line) for line in lines_of("a")]
-        records.append(path, lines_of("c", "d"))
-        assert list(records.read(tmp_path)) == [("machine", line) for line in lines_of("a", "c", "d")]
-
-
-def test_a_damaged_line_before_the_last_is_named_and_left(tmp_path: Path) -> None:
-    path = tmp_path / "machine" / "unit.jsonl"
-    records.append(path, lines_of("a"))
-    content = path.read_bytes() + b'{"case": {"case": "b"}\n'
-    path.write_bytes(content)
-    records.append(path, [])
-    path.write_bytes(content + path.read_bytes())
-    with pytest.raises(ValueError, match=re.escape(f"line 2 of {str(path)!r} is no record; restore the file")):
-        list(records.read(tmp_path))
-
-
-@pytest.mark.parametrize("written", [0, 10])
-def test_a_full_disk_leaves_the_records_as_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
-) -> None:
-    path, real = tmp_path / "machine" / "unit.jsonl", os.write
-    records.append(path, lines_of("a"))
-    content = path.read_bytes()
-    monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:written]))
-    with pytest.raises(OSError, match="no space left"):
-        records.append(path, lines_of("b"))
-    assert path.read_bytes() == content
-
-
-def test_records_of_two_processes_are_appended_one_behind_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What another one appends until the lock is given stays, and all is on the disk at the end."""
-    path, synced = tmp_path / "machine" / "unit.jsonl", []
-    path.parent.mkdir()
-
-    def flock(file: int, operation: int) -> None:
-        assert operation == fcntl.LOCK_EX
-        path.write_text(json.dumps(*lines_of("theirs")) + "\n")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append(path.read_bytes()))
-    records.append(path, lines_of("ours"))
-    assert [line["case"] for _, line in records.read(tmp_path)] == ["theirs", "ours"]
-    assert synced[-1] == path.read_bytes()

@@ -25,6 +25,7 @@ distribution = importlib.import_module("bench.suites.distribution")
 harness = importlib.import_module("bench.harness")
 inputs = importlib.import_module("bench.suites.inputs")
 layer = importlib.import_module("bench.suites.layer")
+live = importlib.import_module("bench.live")
 main = importlib.import_module("bench.__main__")
 optimizer = importlib.import_module("bench.suites.optimizer")
 pieces = importlib.import_module("bench.suites.pieces")
@@ -219,9 +220,9 @@ def test_updates_of_an_optimizer_are_held_to_those_of_adamw() -> None:
 def test_the_bytes_of_a_state_are_those_of_distinct_storages() -> None:
     work = optimizer.Updates("small", [(30, 20), (20,)], QUICK).work(lambda: torch.optim.AdamW)
     work.run()
-    assert harness.storage_mib(work.kept()) == (2 * 620 + 2) * 4 / 2**20  # two moments, and the number of steps
+    assert live.storage_mib(work.kept()) == (2 * 620 + 2) * 4 / 2**20  # two moments, and the number of steps
     t = torch.ones(6)
-    assert harness.storage_mib([t, t[1:], t.view(2, 3)]) == 24 / 2**20
+    assert live.storage_mib([t, t[1:], t.view(2, 3)]) == 24 / 2**20
 
 
 def test_sums_of_gradients_are_those_of_the_loss_of_all_nodes() -> None:
@@ -231,7 +232,7 @@ def test_sums_of_gradients_are_those_of_the_loss_of_all_nodes() -> None:
     work = problem.coded(optimizer.Blocks(8, 64))
     assert harness.relative_error(work.check(), exact) < 0.05
     values = sum(t.numel() for t in exact)
-    assert harness.storage_mib(work.kept()) < 0.3 * 4 * values / 2**20
+    assert live.storage_mib(work.kept()) < 0.3 * 4 * values / 2**20
     assert harness.relative_error([2 * t for t in exact], exact) > 0.75
 
 

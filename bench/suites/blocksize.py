@@ -26,7 +26,8 @@ from qgnn.functional import compress
 
 from ..clock import make_clock
 from ..compression import EXACT, EXACT_ROWS
-from ..harness import MIB, Case, Measured, Provider, UnavailableError, saved_bytes
+from ..harness import MIB, Case, Measured, Provider, UnavailableError
+from ..live import saved_bytes
 from . import pyg_models, rivals
 from .inputs import Setting, available, graph_name, projected
 from .sage import along_tolerance, check_equal, flatten

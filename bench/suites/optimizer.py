@@ -18,7 +18,8 @@ import qgnn
 from qgnn.compress import GradientAccumulator
 from qgnn.formats import Blocks
 
-from ..harness import Case, Measured, Provider, Work, storage_mib
+from ..harness import Case, Measured, Provider, Work
+from ..live import storage_mib
 from . import pyg_models, step
 from .inputs import INT8, Setting, package, randn
 

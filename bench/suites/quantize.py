@@ -60,7 +60,7 @@ def _case(x: Tensor, granularity: str) -> Case:
     providers = [
         Provider("qgnn int8", partial(_ours, x, granularity), tolerance),
         Provider("torch eager int8", partial(_torch, x, granularity, compiled=False), tolerance),
-        Provider("ceiling: copy", partial(_copy, x), TOLERANCE["fp32"]),
+        Provider("ceiling: copy", partial(_copy, x), TOLERANCE["fp32"], 2 * x.nbytes),
     ]
     if x.is_cuda:
         compiled = partial(_torch, x, granularity, compiled=True)

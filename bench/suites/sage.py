@@ -26,7 +26,8 @@ from qgnn.formats import Blocks
 from qgnn.memory import MIB
 
 from ..compression import PUBLISHED_MIB
-from ..harness import Provider, UnavailableError, Work, made
+from ..harness import Provider, UnavailableError, Work
+from ..live import made
 from .inputs import INT8, Setting, adjacency_coo, graph, graph_name
 from .layer import BF16_COUNTS
 from .masks import DROPOUT, Fp32Masks, Given, Masks, same_masks

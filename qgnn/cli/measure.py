@@ -17,6 +17,17 @@ from qgnn.memory import MIB, peak_bytes
 WARMUP_EPOCHS = 3
 
 
+def device_is_lost() -> bool:
+    """Whether CUDA serves no call of this process any more, as after an access out of bounds."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 class StepTimer:
     """Wall time of training steps, with the GPU's work included.
 

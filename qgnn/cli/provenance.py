@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+CODE = ("kernels", "qgnn", "bench")
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout, where the package runs from one
 PACKAGES = ("qgnn", "torch", "torch_geometric", "triton", "numpy")
 
@@ -95,12 +96,13 @@ def _git(*arguments: str) -> str | None:
 def commit() -> tuple[str | None, bool | None]:
     """The checkout's commit, and whether its code differs from it, ``None`` where git does not tell.
 
-    A copy without git may be told by QGNN_COMMIT.
+    New files count where code is: results may be written anywhere else. A copy without git may be told by QGNN_COMMIT.
 
     An installed package has no commit, even where some other project's checkout surrounds it.
     """
     if (root := _git("rev-parse", "--show-toplevel")) and Path(root) == ROOT and (head := _git("rev-parse", "HEAD")):
-        changes = _git("status", "--porcelain", "--", ".", ":!bench/results")
-        return head, None if changes is None else bool(changes)
+        changes = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
+        added = _git("ls-files", "--others", "--exclude-standard", "--", *CODE, ":!bench/results")
+        return head, None if changes is None or added is None else bool(changes or added)
     told, modified, _ = os.environ.get("QGNN_COMMIT", "").partition("+")
     return (told, bool(modified)) if told else (None, None)

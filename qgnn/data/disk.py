@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,14 +42,14 @@ def load_whole(file: BinaryIO) -> Any:
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file whole: whatever ends this process, the path holds the old content or the new one.
 
-    What is being written is beside it, with ``.part`` behind its name; an error leaves none of it.
+    What is being written is beside it, in a file of this thread's whose name ends in ``.part``; an error leaves none.
     """
-    part = path.with_name(f"{path.name}.part")
+    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         part.write_bytes(content)
         sync(part)
         part.replace(path)
-    except OSError:
+    except BaseException:
         part.unlink(missing_ok=True)
         raise
     sync(path.parent)

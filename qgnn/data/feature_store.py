@@ -80,10 +80,29 @@ class QuantizedFeatureStore(FeatureStore):
     def share_memory_(self) -> QuantizedFeatureStore:
         """Move what is in memory to where processes share it, as ``torch.Tensor.share_memory_`` does; files are shared
         as they are."""
-        for entry in self._entries.values():
-            for rows in () if isinstance(entry, StoredFeatures) else _tensors(entry):
-                rows.share_memory_()
+        for key, entry in self._entries.items():
+            if not isinstance(entry, StoredFeatures):
+                for rows in _tensors(self._own(key, entry)):
+                    rows.share_memory_()
         return self
+
+    def update_tensor(self, tensor: Any, *args: Any, **kwargs: Any) -> bool:
+        """As ``put_tensor``: with an index, rows of what is there.
+
+        Args:
+            tensor: What is put in.
+            args: A ``TensorAttr``, or its fields.
+            kwargs: Its fields by name.
+        """
+        return self.put_tensor(tensor, *args, **kwargs)
+
+    def _own(self, key: _Key, held: Tensor | QTensor) -> Tensor | QTensor:
+        """The entry, of which no caller has the memory: rows put into it later are its own, and everybody's."""
+        if key not in self._owned:
+            held = held.clone() if isinstance(held, Tensor) else held.with_tensors(*(t.clone() for t in _tensors(held)))
+            self._entries[key] = held
+            self._owned.add(key)
+        return held
 
     def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
         entry = self._entry(tensor, str(attr.attr_name))
@@ -106,11 +125,7 @@ class QuantizedFeatureStore(FeatureStore):
         is_number = not isinstance(attr.index, slice) and torch.as_tensor(attr.index).dim() == 0
         if given != expected and not (is_number and given == expected[1:]):
             raise ValueError(f"'QuantizedFeatureStore' expects rows of shape {expected} (got {given})")
-        if key not in self._owned:  # what was put in may still be the caller's
-            held = held.clone() if isinstance(held, Tensor) else held.with_tensors(*(t.clone() for t in _tensors(held)))
-            self._entries[key] = held
-            self._owned.add(key)
-        for into, rows in zip(_tensors(held), _tensors(entry), strict=True):
+        for into, rows in zip(_tensors(self._own(key, held)), _tensors(entry), strict=True):
             _numbers(into)[index] = _numbers(rows)
         return True
 
@@ -153,6 +168,11 @@ class QuantizedFeatureStore(FeatureStore):
         return None if found is None else tuple(found.shape)
 
     def _remove_tensor(self, attr: TensorAttr) -> bool:
+        if attr.index is not None:
+            raise ValueError(
+                f"'QuantizedFeatureStore' removes all rows of {attr.attr_name!r} at once (got an index); give "
+                "index=None"
+            )
         return self._entries.pop(_key(attr), None) is not None
 
     def get_all_tensor_attrs(self) -> list[TensorAttr]:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -374,5 +375,26 @@ def test_a_file_is_replaced_when_all_of_it_is_on_the_disk(tmp_path: Path, monkey
 
     monkeypatch.setattr(disk, "sync", sync)
     disk.replace_file(path, b"new")
-    assert synced == [("a.part", b"old"), (tmp_path.name, b"new")]
+    (part, held), behind = synced
+    assert part.startswith("a.")
+    assert part.endswith(".part")
+    assert (held, behind) == (b"old", (tmp_path.name, b"new"))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_writers_of_a_file_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one, a process or thread, writes while this one's is not in its place yet; who comes last, stays."""
+    path, real, others = tmp_path / "a", disk.sync, []
+
+    def sync(synced: Path) -> None:
+        real(synced)
+        if not others:
+            others.append(threading.Thread(target=disk.replace_file, args=(path, b"another")))
+            others[0].start()
+            others[0].join()
+            assert path.read_bytes() == b"another"
+
+    monkeypatch.setattr(disk, "sync", sync)
+    disk.replace_file(path, b"one")
+    assert path.read_bytes() == b"one"
     assert list(tmp_path.iterdir()) == [path]

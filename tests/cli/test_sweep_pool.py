@@ -206,3 +206,33 @@ def test_processes_that_cannot_start_end_the_sweep(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pool, "_work", lambda *_: os._exit(3))
     with pytest.raises(UsageError, match="a process ended with exit code 3 before its first run"):
         next(run_all(runs_of(9), fake, 2, "fork"))
+
+
+def test_a_process_that_cannot_start_ends_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As one that replaces another where memory is short."""
+    real, first = pool._work, tmp_path / "first"
+
+    def work(*args: Any) -> None:
+        try:
+            first.mkdir()
+        except FileExistsError:
+            real(*args)
+        os._exit(3)
+
+    monkeypatch.setattr(pool, "_work", work)
+    assert [outcome.error for outcome in run_all(runs_of(9), fake, 3, "fork")] == 9 * [None]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_process_whose_device_is_lost_ends(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> None:
+    """The next run has another one: by itself this one would fail them all."""
+    monkeypatch.setattr(pool, "device_is_lost", lambda: is_lost)
+
+    def pid(run: Any) -> dict[str, int]:
+        if run.seed % 2:
+            raise RuntimeError("an illegal memory access was encountered")
+        return {"pid": os.getpid()}
+
+    found = [outcome for outcome in run_all(runs_of(4), pid, 1, "fork") if outcome.is_final]
+    assert sorted(outcome.result is None for outcome in found) == [False, False, True, True]
+    assert len({outcome.result["pid"] for outcome in found if outcome.result}) == 1 + is_lost

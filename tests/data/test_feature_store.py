@@ -141,6 +141,17 @@ def test_rows_are_put_update_and_removed() -> None:
         store[None, "x", index] = X[:2]
 
 
+def test_an_update_of_rows_leaves_the_others() -> None:
+    store, index = in_memory(Path()), torch.tensor([7, 2])
+    assert store.update_tensor(5 * X[:2], group_name=None, attr_name="x", index=index)
+    changed = store[None, "x", None]
+    assert torch.equal(changed.codes[index], Q.codes[:2])
+    assert torch.equal(changed.codes[8:], Q.codes[8:])
+    with pytest.raises(ValueError, match=r"removes all rows of 'x' at once .*give index=None"):
+        store.remove_tensor(group_name=None, attr_name="x", index=index)
+    assert store.get_tensor_size(None, "x") == (N, F)
+
+
 def test_rows_are_not_put_into_what_the_caller_has() -> None:
     data = graph()
     store = QuantizedFeatureStore.from_data(data)
@@ -294,6 +305,17 @@ def test_memory_that_processes_share(store: QuantizedFeatureStore) -> None:
         == held.scales.is_shared()
         == (not isinstance(store._entries[None, "x"], StoredFeatures))
     )
+
+
+def test_rows_put_into_shared_memory_are_everybodys() -> None:
+    store, y = QuantizedFeatureStore(), torch.zeros(5)
+    store[None, "y", None] = y
+    shared = store.share_memory_()[None, "y", None]
+    store[None, "y", torch.tensor([1])] = torch.ones(1)
+    assert store[None, "y", None].data_ptr() == shared.data_ptr()
+    assert shared.tolist() == [0, 1, 0, 0, 0]
+    assert not y.is_shared()
+    assert not y.any()
 
 
 def test_attributes_have_pygs_form() -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from qgnn.cli.errors import UsageError
+from qgnn.cli.measure import device_is_lost
 from qgnn.cli.sweep.run_spec import RunSpec
 
 Execute = Callable[[RunSpec], dict[str, Any]]
@@ -53,7 +54,8 @@ def run_all(
 
     A process stays on a data set while it has runs left. One that dies is replaced, and its run tried once more, behind
     all others of its data set, since memory may have been short because of what ran beside it; then it is a failed one.
-    All processes end with this one, whatever ends it.
+    One that ends before its first run is not replaced while others are left. All processes end with this one, whatever
+    ends it.
 
     Args:
         runs: What to run.
@@ -65,7 +67,7 @@ def run_all(
         The outcomes as they come, one of each run that is final. Close the iterator to end the processes.
 
     Raises:
-        UsageError: If a process ends before its first run.
+        UsageError: If the last process ends before its first run.
     """
     left: dict[str, deque[RunSpec]] = {}
     for run in runs:
@@ -89,8 +91,10 @@ def run_all(
                 try:
                     outcome = worker.receive()
                 except (EOFError, OSError):  # it ended, at worst within a message
-                    outcome = worker.bury()
                     del workers[connection]
+                    outcome = worker.bury(is_last=not workers)
+                    if outcome is None:
+                        continue
                     if outcome.run not in died:
                         died.add(outcome.run)
                         left.setdefault(outcome.run.dataset, deque()).append(outcome.run)
@@ -157,11 +161,13 @@ class _Worker:
         self._run = None
         return outcome
 
-    def bury(self) -> Outcome:
-        """The outcome of the run in which it died."""
+    def bury(self, is_last: bool) -> Outcome | None:
+        """The outcome of the run in which it died; ``None`` if that was before its first one, and others go on."""
         self._process.join()
         code = self._process.exitcode
         how = f"exit code {code}" if code >= 0 else f"{signal.Signals(-code).name}"
+        if self._run is None and not is_last:
+            return None
         if self._run is None:
             raise UsageError(
                 f"a process ended with {how} before its first run; if it was short of memory, give fewer --processes"
@@ -209,6 +215,8 @@ def _work(connection: Connection, execute: Execute) -> None:
         except Exception as error:
             message = None, f"{type(error).__name__}: {' '.join(str(error).split())}", traceback.format_exc()
         connection.send(message)
+        if device_is_lost():
+            os._exit(1)  # another process gets the next run
 
 
 def _end_with_parent() -> None:
