@@ -11,6 +11,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _T = TypeVar("_T")
@@ -19,6 +20,7 @@ _T = TypeVar("_T")
 @dataclass
 class _Entry:
     others: tuple[Any, ...]  # weak references to the tensors besides the key
+    storages: tuple[Any, ...]  # and to the storages of all: while they are held, no other has their addresses
     states: tuple[Hashable, ...]
     value: Any
 
@@ -32,7 +34,7 @@ _entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def _state(t: Tensor) -> Hashable:
     """What changes when somebody writes to a tensor (its version) or swaps its data (where and how it lies)."""
-    place = (t.data_ptr(), t.stride()) if t.layout == torch.strided else None
+    place = (t.untyped_storage()._cdata, t.data_ptr(), t.stride()) if t.layout == torch.strided else None
     return t._version, place, t.shape, t.dtype, t.device
 
 
@@ -56,6 +58,21 @@ def _is_traced(t: Tensor) -> bool:
     return isinstance(t, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
+def _may_be_cached(tensors: tuple[Any, ...]) -> bool:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not all(isinstance(t, Tensor) for t in tensors):
+        return False
+    return not any(t.is_inference() or t.requires_grad or _is_traced(t) for t in tensors)
+
+
+def remembered(tensors: tuple[Any, ...], key: Hashable) -> Any:
+    """What :func:`cached` would serve, or ``None`` where it would build."""
+    if not _may_be_cached(tensors):
+        return None
+    entry = _entries.get(tensors[0], {}).get((key, tuple(id(t) for t in tensors[1:])))
+    serves = entry is not None and entry.serves(tensors, tuple(_state(t) for t in tensors))
+    return entry.value if serves else None
+
+
 def cached(tensors: tuple[Any, ...], key: Hashable, build: Callable[[], _T]) -> _T:
     """``build()``, remembered while all of ``tensors`` live unchanged.
 
@@ -68,9 +85,7 @@ def cached(tensors: tuple[Any, ...], key: Hashable, build: Callable[[], _T]) -> 
         key: What else the result depends on.
         build: Makes the result; it must not hold on to the given tensors themselves.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not all(isinstance(t, Tensor) for t in tensors):
-        return build()
-    if any(t.is_inference() or t.requires_grad or _is_traced(t) for t in tensors):
+    if not _may_be_cached(tensors):
         return build()
     states = tuple(_state(t) for t in tensors)
     entries = _entries.setdefault(tensors[0], {})
@@ -86,5 +101,6 @@ def cached(tensors: tuple[Any, ...], key: Hashable, build: Callable[[], _T]) -> 
             entries.pop(stale, None)
     with lasting():
         value = build()
-    entries[full_key] = _Entry(tuple(ref(t) for t in tensors[1:]), states, value)
+    storages = tuple(StorageWeakRef(t.untyped_storage()) for t in tensors if t.layout == torch.strided)
+    entries[full_key] = _Entry(tuple(ref(t) for t in tensors[1:]), storages, states, value)
     return value

@@ -90,6 +90,16 @@ def test_a_swap_of_the_data_is_noticed() -> None:
     assert adjacency_of(as_graph(edge_index, 50))[3, 3] == 200
 
 
+def test_swaps_to_where_the_data_were_are_noticed() -> None:
+    """The first address is free behind one swap, and what comes next may get it."""
+    for _ in range(20):
+        edge_index = fresh_edges()
+        as_graph(edge_index, 50)
+        edge_index.data = torch.full((2, 200), 3)
+        edge_index.data = torch.full((2, 200), 4)
+        assert adjacency_of(as_graph(edge_index, 50))[4, 4] == 200
+
+
 def test_edges_are_sorted_once_whatever_weights_come(monkeypatch: pytest.MonkeyPatch) -> None:
     sorts, sort_by = [], graph_module.sort_by
     monkeypatch.setattr(graph_module, "sort_by", lambda *args: sorts.append(1) or sort_by(*args))

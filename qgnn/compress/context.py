@@ -59,11 +59,13 @@ class _Mode(TorchFunctionMode):
             if not isinstance(value, torch.Tensor):
                 return value
         # Under torch.func, arguments stand for others, which are what is saved.
-        if not self._recorder.is_in_charge() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)
         if func is Tensor.backward and self._budget is not None and self._budget.measures:
             gradient = argument(args, kwargs, 1, "gradient")
             self._budget.measure(self._recorder.seed, args[0], gradient)
+        if not self._recorder.is_in_charge():
+            return func(*args, **kwargs)
         if torch.is_grad_enabled():
             replacement = redrawn_dropout if self._redraw_dropout and func in DROPOUTS else REPLACEMENTS.get(func)
             result = None if replacement is None else replacement(self._recorder, func, args, kwargs)

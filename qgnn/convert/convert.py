@@ -29,8 +29,10 @@ from qgnn.convert.layers import (
     unwrapped,
     walk,
     why_left,
+    widest_sum,
 )
 from qgnn.nn._layer import Quantized
+from qgnn.rounding import MAX_INT32_TERMS
 
 Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
@@ -218,6 +220,9 @@ def _plan(root: nn.Module, configs: Configs, filter_fn: Filter | None, keep_last
             excluded.update(map(id, module.modules()))
             yield _Step(name, module, reason="complex weights", left=True)
             continue
+        if "forward" in vars(module):
+            yield _Step(name, module, reason="somebody replaced its forward", left=True)
+            continue
         if filter_fn is not None and not filter_fn(module, name):
             excluded.update(map(id, module.modules()))
             yield _Step(name, module, reason="left alone by filter_fn", left=True)
@@ -237,6 +242,8 @@ def _step(name: str, layer: nn.Module, configs: Configs, pattern: str, last: str
         return _Step(name, layer, reason="in keep_fp32")
     if last is not None and name not in configs:
         return _Step(name, layer, reason=last)
+    if config.is_integer and widest_sum(layer) > MAX_INT32_TERMS:
+        return _Step(name, layer, reason=f"sums of more than {MAX_INT32_TERMS:,} products, which int32 does not hold")
     probe = type(layer).__new__(type(layer))  # copy.copy refuses parametrized layers
     vars(probe).update(vars(layer))
     try:

@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 from torch_geometric.nn import MLP, Sequential
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
+from qgnn.convert.layers import COUNTERPARTS
 from qgnn.nn._layer import Quantized
 from qgnn.nn.epilogue import Fused, module_at
 
@@ -168,7 +170,8 @@ def _chains(model: nn.Module) -> Iterator[Chain]:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    return any(getattr(module, kind) for kind in _HOOKS)
+    """Whether a module runs more than its class's own code."""
+    return "forward" in vars(module) or any(getattr(module, kind) for kind in _HOOKS)
 
 
 def _can_move(activation: nn.Module) -> bool:
@@ -206,7 +209,9 @@ def fuse_(root: nn.Module) -> None:
 
 
 def _can_fuse(layer: nn.Module) -> bool:
-    return isinstance(layer, Quantized) and layer.epilogue is None and not _is_watched(layer)
+    """Of a subclass nobody knows what it does behind the product."""
+    known = type_before_parametrizations(layer) in COUNTERPARTS.values()
+    return known and layer.epilogue is None and not _is_watched(layer)
 
 
 def unfuse_(root: nn.Module) -> None:

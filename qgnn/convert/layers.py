@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
-from torch_geometric.nn import MLP, HeteroConv, Linear, MessagePassing
+from torch.nn.parameter import is_lazy
+from torch_geometric.nn import MLP, HeteroConv, Linear, MessagePassing, RGCNConv
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from qgnn import nn as qnn
@@ -86,6 +87,16 @@ def own_products(layer: nn.Module) -> Iterator[nn.Module]:
         for part in child if isinstance(child, nn.ModuleList) else (child,):
             if name != "nn" and type(part) in (Linear, QLinear):
                 yield part
+
+
+def widest_sum(layer: nn.Module) -> int:
+    """The most products that a layer, or its backward pass, sums up for one value: rows or columns of its weights; of
+    relations, whose rows are side by side, of all of them."""
+    own = (p for part in (layer, *own_products(layer)) for p in part.parameters(recurse=False))
+    sizes = [size for p in own if not is_lazy(p) and p.dim() > 1 for size in p.shape]
+    if isinstance(layer, RGCNConv):
+        sizes.append(layer.num_relations * layer.in_channels_l)
+    return max(sizes, default=0)
 
 
 def walk(module: nn.Module, *, into_left: bool = False) -> Iterator[tuple[str, nn.Module]]:

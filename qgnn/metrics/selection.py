@@ -16,7 +16,7 @@ from torch_geometric.nn.dense.linear import Linear
 
 from qgnn.formats import Blocks, Format, Int
 from qgnn.metrics.errors import check_form, error_x, kind_of
-from qgnn.nn._layer import Quantized
+from qgnn.nn._layer import Quantized, given_rows
 
 WIDTHS = range(2, 9)
 THRESHOLD = 0.3
@@ -144,7 +144,7 @@ def select_bits_per_layer(
         widest[component] = None if bits is None or before is None else max(bits, before)
 
     def on_call(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        rows = args[0] if args else kwargs["x"]
+        rows = given_rows(args, kwargs)
         for x in rows if isinstance(rows, (tuple, list)) else (rows,):
             if isinstance(x, Tensor) and x.is_floating_point():
                 measure(name, "activations" if x.requires_grad else "features", -1, x)

@@ -57,7 +57,7 @@ class AttentionConv(QuantizedConv):
     def takes_messages(self) -> bool:
         """Whether PyG's own path has to run."""
         assert isinstance(self, MessagePassing)
-        return not self._is_sum or self.needs_messages(*(m for m in self.children() if m is not self.aggr_module))
+        return not self._is_sum or self.needs_messages(*self.products)
 
     @property
     def rounds_weights(self) -> bool:

@@ -20,7 +20,7 @@ from qgnn.graph import Graph, as_graph, check_num_nodes, identity, to_edges
 from qgnn.nn.epilogue import Epilogue
 from qgnn.qtensor import QTensor
 from qgnn.rng import make_rounding_seed
-from qgnn.weak_cache import cached, is_recorded
+from qgnn.weak_cache import cached, is_recorded, remembered
 
 _MESSAGE_HOOKS = [
     f"_{stage}_forward_{kind}"
@@ -78,11 +78,14 @@ def operand(x: Tensor | QTensor, config: QConfig | None, *, shared: bool = False
     # Drawn in any case: a reentrant checkpoint repeats what was drawn in a pass without gradients.
     seed = make_rounding_seed(None, x.device) if shared and config.stochastic else None
     constant = not x.requires_grad and (torch.is_grad_enabled() or not config.stochastic)
+    key = ("codes", config.bits, config.granularity)
     if constant and config.keeps_codes:
         nearest = active_config(False, config)
         if is_recorded(x):
             return functional.quantize(x, nearest)
-        return cached((x,), ("codes", config.bits, config.granularity), lambda: functional.quantize(x, nearest))
+        return cached((x,), key, lambda: functional.quantize(x, nearest))
+    if config.keeps_codes and (codes := remembered((x,), key)) is not None:  # a checkpoint repeats what they were in
+        return codes
     if shared and (config.keeps_codes or not torch.is_grad_enabled()):
         return functional.quantize(x, config, seed=seed, straight_through=True)
     return x
@@ -91,11 +94,13 @@ def operand(x: Tensor | QTensor, config: QConfig | None, *, shared: bool = False
 def _mixed_operand(x: Tensor, config: QConfig) -> Tensor | QTensor:
     """Constants of a training step as codes for products, with the rows themselves for what reads these."""
     fmt = config.format_of("features")
-    if x.requires_grad or not torch.is_grad_enabled() or fmt is None or not config.keeps_codes or is_recorded(x):
+    if x.requires_grad or fmt is None or not config.keeps_codes or is_recorded(x):
         return x
-    nearest = replace(config, rounding="nearest")
-    q = cached((x,), ("codes", str(fmt), config.granularity), lambda: functional.quantize(x, nearest))
-    return replace(q, origin=x)
+    nearest, key = replace(config, rounding="nearest"), ("codes", str(fmt), config.granularity)
+    if not torch.is_grad_enabled():
+        q = remembered((x,), key)
+        return x if q is None else replace(q, origin=x)
+    return replace(cached((x,), key, lambda: functional.quantize(x, nearest)), origin=x)
 
 
 def float_rows(x: Tensor | QTensor) -> Tensor:

@@ -132,6 +132,13 @@ class Quantized:
         return f"{super().__repr__()[:-1]}, config={self.config}{epilogue})"
 
 
+# Names of dense layers in PyG's convolutions.
+_PRODUCTS = (
+    *("lin", "lin_src", "lin_dst", "lin_edge", "res", "lin_l", "lin_r", "lin_rel", "lin_root", "lins"),
+    *("lin_key", "lin_query", "lin_value", "lin_skip", "lin_beta"),
+)
+
+
 class QuantizedConv(Quantized):
     """A graph convolution."""
 
@@ -159,10 +166,14 @@ class QuantizedConv(Quantized):
     @property
     def has_attached_code(self) -> bool:
         """:meth:`needs_messages` of all dense layers whose weights the fused path reads."""
+        return self.needs_messages(*self.products)
+
+    @property
+    def products(self) -> list[nn.Module]:
+        """The dense layers that PyG's class has, whose weights the fused path reads; a subclass may have others."""
         assert isinstance(self, MessagePassing)
-        parts = [child for name, child in self.named_children() if name not in ("nn", "aggr_module")]
-        linears = (linear for part in parts for linear in (part if isinstance(part, nn.ModuleList) else (part,)))
-        return self.needs_messages(*linears)
+        parts = [child for name, child in self.named_children() if name in _PRODUCTS]
+        return [linear for part in parts for linear in (part if isinstance(part, nn.ModuleList) else (part,))]
 
     def needs_messages(self, *linears: nn.Module) -> bool:
         """Whether the fused path would skip code that somebody attached: explainers, message hooks, hooks on one of
@@ -191,12 +202,17 @@ class QuantizedConv(Quantized):
         return (first, *out[1:]) if isinstance(out, tuple) else first
 
 
+def given_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rows among the arguments of a layer, which torch's dense one has under another name."""
+    return args[0] if args else kwargs.get("x", kwargs.get("input"))
+
+
 def _without_autocast(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Autocast changes nothing in a layer: it computes and returns the type of its input, whose kind it remembers."""
 
     @wraps(forward)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.remember(args[0] if args else kwargs.get("x"))
+        self.remember(given_rows(args, kwargs))
         with without_autocast("cpu"), without_autocast("cuda"), _made_once(self):
             return forward(self, *args, **kwargs)
 

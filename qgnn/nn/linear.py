@@ -78,5 +78,13 @@ class QTorchLinear(_Product, nn.Linear):
 
     pyg = nn.Linear
 
+    def forward(self, input: Tensor | QTensor) -> Tensor:
+        """Multiply ``input`` with the weight.
+
+        Args:
+            input: Rows, as above; torch's name of it.
+        """
+        return super().forward(input)
+
     def _get_name(self) -> str:
         return QLinear.__name__

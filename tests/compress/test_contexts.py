@@ -1,8 +1,11 @@
 """What else of torch's somebody may open around, within or behind a block."""
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -207,3 +210,27 @@ def test_states_of_objects_with_and_without_a_seed_differ() -> None:
         without.load_state_dict(with_seed.state_dict())
     with pytest.raises(ValueError, match=r"'compress_activations' has a seed \(got the state of one without one\)"):
         with_seed.load_state_dict(without.state_dict())
+
+
+def test_a_compiled_model_is_compiled_once_for_all_blocks() -> None:
+    """The compiler guards on the hooks by which blocks know what runs; none is left behind them."""
+    counter = CompileCounterWithBackend("eager")
+    model = torch.compile(nn.Sequential(nn.Linear(K, 8), nn.GELU(), nn.Linear(8, 4)), backend=counter)
+    x = torch.randn(N, K)
+    for _ in range(4):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*global hooks on modules", UserWarning)
+            with compress_activations(**INT2):
+                model(x).sum().backward()
+        assert nothing_is_open()
+    assert counter.frame_count == 1
+    torch.compiler.reset()
+
+
+def test_a_budget_measures_a_backward_pass_within_another_block(net: Net, x: Tensor) -> None:
+    with compress_activations(budget_mib=1) as report:
+        loss = loss_of(net, x)
+        with compress_activations(**INT8):
+            loss.backward()
+    assert report.by_tensor
+    assert all(p.grad is not None for p in net.parameters())

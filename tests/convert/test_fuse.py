@@ -13,7 +13,7 @@ from layer_cases import kept_bytes
 from model_cases import CLASSES, EDGES, HIDDEN, K, N
 from qgnn import QConfig, quantize_, revert_, summary
 from qgnn.convert.fuse import Moved
-from qgnn.nn import Epilogue
+from qgnn.nn import Epilogue, QLinear
 
 INT8 = QConfig(rounding="nearest")
 
@@ -249,3 +249,29 @@ def test_part_of_a_fused_model_is_not_reverted_alone() -> None:
     quantize_(model.convs[1], INT8)  # configured anew, it still applies it
     assert summary(model)["convs.1"].epilogue == "relu, dropout 0.5"
     assert type(revert_(model).act) is nn.ReLU
+
+
+def test_a_layer_whose_forward_was_replaced_keeps_what_stands_behind_it() -> None:
+    """As by code that wraps it on the instance: it runs no epilogue, and is no counterpart's."""
+    x = torch.randn(N, K)
+    for place in (0, 1):
+        model = nn.Sequential(nn.Linear(K, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
+        wrapped, former = model[place], model[place].forward
+        wrapped.forward = lambda *args, former=former: former(*args).abs() - 0.5
+        expected = model(x)
+        quantize_(model, None)
+        assert torch.equal(model(x), expected)
+        rows = {row.name: row for row in summary(model).rows}
+        assert rows["0"].epilogue is None
+        assert ("somebody replaced its forward" in str(rows["0"].reason)) == (place == 0)
+
+
+def test_a_subclass_of_a_layer_keeps_what_stands_behind_it() -> None:
+    class Residual(QLinear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + x
+
+    model, x = nn.Sequential(Residual(K, K, config=None), nn.ReLU(), nn.Linear(K, CLASSES)), torch.randn(N, K)
+    expected = model(x)
+    assert torch.equal(quantize_(model, None)(x), expected)
+    assert not fused(model)

@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch_geometric import nn as pyg
+from torch_geometric.nn import RGCNConv
 
 from model_cases import CLASSES, EDGES, HIDDEN, K, N
 from qgnn import QConfig, quantize_, revert_, summary
 from qgnn import nn as qnn
 from qgnn.convert.fuse import Moved
 from qgnn.nn._layer import Quantized
+from qgnn.rounding import MAX_INT32_TERMS
 
 INT8 = QConfig(rounding="nearest")
 
@@ -148,3 +150,26 @@ def test_export_of_a_fused_model() -> None:
     model, x = quantize_(gcn(), INT8).eval(), torch.randn(N, K)
     exported: Tensor = torch.export.export(model, (x, EDGES)).module()(x, EDGES)
     torch.testing.assert_close(exported, model(x, EDGES))
+
+
+def test_torchs_dense_layer_is_called_by_its_argument_s_name() -> None:
+    model, x = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), torch.randn(5, 16)
+    quantize_(model, QConfig(rounding="nearest"))
+    assert torch.equal(model[0](input=x), model[0](x))
+
+
+def test_sums_that_int32_does_not_hold_stay_in_full_precision() -> None:
+    """Of the product, of its gradient, and of rows of all relations side by side."""
+    wide = MAX_INT32_TERMS + 1
+    model = nn.ModuleDict(
+        {
+            "columns": nn.Linear(wide, 1),
+            "rows": nn.Linear(1, wide),
+            "relations": RGCNConv(wide // 4, 2, 4, num_bases=1),
+            "narrow": nn.Linear(8, 8),
+        }
+    )
+    quantize_(model, QConfig(), keep_last=False)
+    rows = {row.name: row for row in summary(model).rows}
+    assert [name for name, row in rows.items() if row.what == "int8"] == ["narrow"]
+    assert all("sums of more than 131,071 products" in str(rows[n].reason) for n in ("columns", "rows", "relations"))

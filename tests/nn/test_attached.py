@@ -105,3 +105,16 @@ def test_the_gradient_of_equal_terms_goes_to_the_first(aggr: str, config: QConfi
     for conv, share in ((theirs, torch.full((3, K), 1 / 3)), (ours, expected[:3])):
         (grad,) = torch.autograd.grad(conv(x, edge_index)[3].sum(), x)
         torch.testing.assert_close(grad[:3], share)
+
+
+@pytest.mark.parametrize("name", ["GATConv", "GCNConv", "SAGEConv"])
+def test_modules_that_no_product_reads_change_no_path(name: str) -> None:
+    """A norm that somebody keeps with the layer."""
+    layer = getattr(qnn, f"Q{name}")(K, M)
+    layer.norm = nn.LayerNorm(M)
+    with trace() as record:
+        layer(torch.randn(N, K), EDGES)
+    assert "matmul.forward" in record.ops
+    assert "messages.forward" not in record.ops
+    assert layer.operands == "int8"
+    assert layer.note is None

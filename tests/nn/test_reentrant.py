@@ -55,3 +55,16 @@ def test_dropout_behind_a_layer_has_one_mask(conv: torch.nn.Module) -> None:
     checkpoint(segment, torch.ones(1, requires_grad=True), use_reentrant=True).sum().backward()
     assert len(masks) == 2
     assert torch.equal(*masks)
+
+
+@pytest.mark.parametrize("config", ["int8", "msfp12"])
+@pytest.mark.parametrize("name", ["gcn", "sage", "gat"])
+def test_constants_have_one_rounding_with_and_without_gradients(name: str, config: str) -> None:
+    """From the first training step on: both passes of a checkpoint compute the same."""
+    layer, x = LAYERS[name].ours(CONFIGS[config]), torch.randn(N, K)
+    args, found = LAYERS[name].args(EDGES, N), []
+    for context in (torch.enable_grad(), torch.no_grad()):
+        torch.manual_seed(3)
+        with context:
+            found.append(layer(x, EDGES, *args).detach())
+    assert torch.equal(*found)
