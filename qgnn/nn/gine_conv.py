@@ -111,6 +111,7 @@ class QGINEConv(NeighborConv, GINEConv):
             raise ValueError(f"'{name}' expects 'edge_attr' of shape [{num_edges}, D], a row an edge (got {got})")
         if self.lin is not None:
             initialize_lazy(self.lin, edge_attr)
+            self.remember(edge_attr)  # the rows of the layer's own product
             config, weight = self.active, self.lin.weight
             codes = operand(edge_attr.to(weight.dtype), config)
             edge_attr = functional.linear(codes, weight, self.lin.bias, config=config)

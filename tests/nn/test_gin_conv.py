@@ -169,3 +169,17 @@ def test_gine_conv_takes_the_rows_of_a_matrix_as_features(layout: str) -> None:
     expected = passes(theirs, x, matrix(), extra=extra)
     assert_same_pass(passes(conv, x, matrix(), extra=extra), expected)
     assert_same_pass(passes(conv, x, edge_index.flip(0), edge_attr, extra=extra), expected)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_features_of_edges_have_one_format_in_training_and_in_evaluation(learned: bool) -> None:
+    """Embeddings of bonds are activations, whatever the features of nodes are."""
+    config = QConfig(rounding="nearest", components={"features": "int2"})
+    conv, x = QGINEConv(MLP([16, 8]), edge_dim=6, config=config), torch.randn(N, 16)
+    edge_attr = torch.randn(E, 6, requires_grad=learned)
+    trained = conv(x, EDGES, edge_attr).detach()
+    conv.eval()
+    with torch.no_grad():
+        evaluated = conv(x, EDGES, edge_attr.detach())
+    torch.testing.assert_close(evaluated, trained)
+    assert conv.takes_activations == learned
