@@ -84,6 +84,7 @@ def model(options: argparse.Namespace) -> int:
 
 def measure(options: argparse.Namespace) -> int:
     """Measure the suites, appending the records of each case as soon as they are there."""
+    from qgnn.cli.measure import device_is_lost
     from qgnn.cli.provenance import make_stamp
 
     from . import harness
@@ -113,6 +114,7 @@ def measure(options: argparse.Namespace) -> int:
             clock=clock,
             effort=effort,
             device=device,
+            whole=options.resume,  # which takes a case that was cut for a measured one
         )
         try:
             for group in measured:
@@ -120,12 +122,15 @@ def measure(options: argparse.Namespace) -> int:
                 records += group
                 if results is not None and group:  # none where no provider was available
                     append(results / stamp.machine / f"{suite}.jsonl", group)
-        except harness.DeviceLostError as error:
-            print(f"{suite}: {error}; the rest is not measured", file=sys.stderr)
-            broken += options.suites[options.suites.index(suite) :]
-            break
-        except Exception:  # its inputs could not be made; the other suites still can
+        except Exception as error:  # its inputs could not be made; the other suites still can, but on a lost device
             traceback.print_exc()
+            lost = list(getattr(error, "records", ()))
+            records += lost
+            if results is not None and lost:
+                append(results / stamp.machine / f"{suite}.jsonl", lost)
+            if device_is_lost():
+                broken += options.suites[options.suites.index(suite) :]
+                break
             broken.append(suite)
     if options.json:
         options.json.unlink(missing_ok=True)

@@ -28,7 +28,10 @@ from .records import Record, make_record
 
 
 class DeviceLostError(RuntimeError):
-    """A device that serves no call of this process any more, as after an access out of bounds."""
+    """A device that serves no call of this process any more, as after an access out of bounds. ``records`` are of the
+    case that met it: what was timed before, and who failed."""
+
+    records: Sequence[Record] = ()
 
 
 class UnavailableError(Exception):
@@ -295,24 +298,42 @@ def measure(
     def say(provider: str, message: str) -> None:
         print(f"{suite}: {case.name} {case.pass_}: {provider}: {message}", file=sys.stderr, flush=True)
 
-    utc = now()
+    utc, entries = now(), list[Entry]()
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()  # or else sizes that differ from the last case's would be symbols
-    entries = []
+    try:
+        _measure(entries, case, clock, effort, device, deadline, say)
+    except DeviceLostError as error:
+        error.records = [_record(suite, case, e, stamp, utc) for e in entries if e.times_ms or not e.ok]
+        raise
+    return [_record(suite, case, entry, stamp, utc) for entry in entries]
+
+
+def _measure(
+    entries: list[Entry],
+    case: Case,
+    clock: Clock,
+    effort: Effort,
+    device: torch.device,
+    deadline: float,
+    say: Callable[[str, str], None],
+) -> None:
+    """Fill ``entries``, which are none yet."""
     reference: Sequence[Tensor] | None = None
     for provider in case.providers:
         if time.monotonic() > deadline:
             say(provider.name, "not measured: out of time")
             continue
         entry = Entry(provider)
+        entries.append(entry)
         with _attempt(entry, say):
             try:
                 reference = case.reference() if reference is None else reference
                 _prepare(entry, reference, device)
             except UnavailableError as reason:
                 say(provider.name, f"not available: {reason}")
+                entries.remove(entry)
                 continue
-        entries.append(entry)
         if entry.ok and not entry.error <= provider.tolerance:
             say(provider.name, f"relative error {entry.error:.3g} is over {provider.tolerance:.3g}")
             entry.fail()
@@ -325,7 +346,6 @@ def measure(
     for entry in entries:
         with _attempt(entry, say):
             _count(entry, device)
-    return [_record(suite, case, entry, stamp, utc) for entry in entries]
 
 
 def _record(suite: str, case: Case, entry: Entry, stamp: Stamp, utc: str) -> Record:
@@ -359,10 +379,13 @@ def measure_all(
     clock: Clock,
     effort: Effort,
     device: torch.device,
+    whole: bool = False,
 ) -> Iterator[list[Record]]:
-    """Measure case after case until they end or the deadline (``time.monotonic()``) has passed."""
+    """Measure case after case until they end or the deadline (``time.monotonic()``) has passed, within a case, too, but
+    where only ``whole`` ones are wanted."""
+    cut = math.inf if whole else deadline
     for case in cases:
         if time.monotonic() > deadline:
             print(f"{suite}: {case.name} {case.pass_}: not measured: out of time", file=sys.stderr, flush=True)
             return
-        yield measure(suite, case, stamp=stamp, clock=clock, effort=effort, device=device, deadline=deadline)
+        yield measure(suite, case, stamp=stamp, clock=clock, effort=effort, device=device, deadline=cut)

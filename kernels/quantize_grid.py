@@ -201,7 +201,7 @@ def _launch(y: Tensor, exponent: Tensor | None, x: Tensor, grid: Any, seed: Tens
         if is_flat:  # any length is one kernel
             C = tuning.QUANTIZE_GRID_MAX_COLUMNS
             R, stride_xr, stride_qr = triton.cdiv(size, C), C, C
-        check_columns("quantize_dequantize' and 'quantize_shared", C)
+        check_columns("quantize_dequantize" if exponent is None else "quantize_shared", C)
         config = tuning.quantize_grid(C, group)
         unit, block_c = common_unit(C, stride_xr) if stride_xc == 1 else 1, config["BLOCK_C"]
         if unit < VECTOR_BYTES and C > _MAX_FEATURES:

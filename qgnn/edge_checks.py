@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch_geometric import EdgeIndex
 
-INT32_SIZES = 2**31 - 2**12  # kernels step over the end by up to a tile of edges
+INT32_SIZES = 2**31 - 2**12  # of nodes or edges: kernels step over the end by up to a tile
 
 
 def index_dtype(*sizes: int) -> torch.dtype:

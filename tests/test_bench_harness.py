@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,12 +131,34 @@ def test_no_provider_is_set_up_when_time_is_out(capsys: pytest.CaptureFixture) -
 
 
 def test_a_lost_device_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In which others would get the blame; what was measured before is there."""
+    """In which others would get the blame; what was timed before is told, and who failed."""
     right = torch.ones(4)
     monkeypatch.setattr(harness, "device_is_lost", lambda: True)
-    assert measure(provider("right", right), reference=right)["right"]["ok"]
-    with pytest.raises(harness.DeviceLostError):
-        measure(provider("bad", RuntimeError("illegal access")), provider("right", right), reference=right)
+    done = harness.Provider("done", lambda: harness.Measured([right], [1.0], None, None), 1e-3)
+    bad, waiting, behind = provider("bad", RuntimeError("no")), provider("waiting", right), provider("behind", right)
+    with pytest.raises(harness.DeviceLostError) as raised:
+        measure(done, waiting, bad, behind, reference=right)
+    assert {record["provider"]: record["ok"] for record in raised.value.records} == {"done": True, "bad": False}
+
+
+def test_suites_behind_a_lost_device_are_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def measure_all(suite: str, *_: object, **__: object) -> Iterator[list[dict]]:
+        error = harness.DeviceLostError("lost")
+        error.records = [
+            records.make_record(
+                STAMP, NOW, **{**dict.fromkeys({*records.FIELDS} - STAMPED), "suite": suite, "ok": False}
+            )
+        ]
+        raise error
+        yield
+
+    monkeypatch.setattr(harness, "measure_all", measure_all)
+    monkeypatch.setattr("qgnn.cli.measure.device_is_lost", lambda: True)
+    assert main.main(["softmax", "codes", "--quick", "--device", "cpu", "--results", str(tmp_path)]) == 1
+    assert [line["suite"] for _, line in records.read(tmp_path)] == ["softmax"]
+    assert "broken suites: softmax, codes" in capsys.readouterr().err
 
 
 def test_a_provider_may_move_other_bytes_than_its_case() -> None:

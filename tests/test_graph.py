@@ -102,7 +102,7 @@ def test_indices_are_int32_where_they_fit() -> None:
 def test_indices_are_int64_beyond_the_limit(
     monkeypatch: pytest.MonkeyPatch, num_nodes: int | tuple[int, int], num_edges: int, given: torch.dtype
 ) -> None:
-    """Nodes of either side or edges may be too many; the limit stands in for 2**31 - 1."""
+    """Nodes of either side or edges may be too many; a limit of its own stands in for that of int32."""
     edge_index = torch.randint(3, (2, num_edges), dtype=given)
     monkeypatch.setattr(edge_checks, "INT32_SIZES", 10)
     graph = Graph.from_edge_index(edge_index, num_nodes)

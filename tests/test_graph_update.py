@@ -117,7 +117,7 @@ def test_nothing_to_do_gives_an_equal_graph() -> None:
 
 
 def test_indices_are_as_wide_as_they_have_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit stands in for 2**31 - 1."""
+    """The limit stands in for that of int32."""
     monkeypatch.setattr(edge_checks, "INT32_SIZES", 10)
     edge_index = torch.randint(5, (2, 10))
     graph = Graph.from_edge_index(edge_index, 5)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -54,7 +55,7 @@ def case(
         variables: Of their environment, beside those of this process.
     """
     providers = [
-        Provider(p.name, partial(_measure, suite, name, p.name, setting, num_processes, variables), p.tolerance)
+        replace(p, setup=partial(_measure, suite, name, p.name, setting, num_processes, variables))
         for p in problem.providers()
         if chosen is None or p.name in chosen
     ]

@@ -220,7 +220,8 @@ def _plan(root: nn.Module, configs: Configs, filter_fn: Filter | None, keep_last
             excluded.update(map(id, module.modules()))
             yield _Step(name, module, reason="complex weights", left=True)
             continue
-        if "forward" in vars(module):
+        if "forward" in vars(module) and not isinstance(module, Quantized):
+            excluded.update(map(id, module.modules()))
             yield _Step(name, module, reason="somebody replaced its forward", left=True)
             continue
         if filter_fn is not None and not filter_fn(module, name):

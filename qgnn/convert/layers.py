@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 from torch_geometric.nn import MLP, HeteroConv, Linear, MessagePassing, RGCNConv
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from qgnn import nn as qnn
-from qgnn.nn._layer import Quantized
+from qgnn.nn._layer import PRODUCTS, Quantized
 from qgnn.nn.linear import QLinear, QTorchLinear
 
 
@@ -85,16 +86,19 @@ def own_products(layer: nn.Module) -> Iterator[nn.Module]:
     """The dense layers that are parts of a layer, whose weights its fused path reads: they are never called."""
     for name, child in layer.named_children():
         for part in child if isinstance(child, nn.ModuleList) else (child,):
-            if name != "nn" and type(part) in (Linear, QLinear):
+            if name in PRODUCTS and type(part) in (Linear, QLinear):
                 yield part
 
 
 def widest_sum(layer: nn.Module) -> int:
     """The most products that a layer, or its backward pass, sums up for one value: rows or columns of its weights; of
     relations, whose rows are side by side, of all of them."""
-    own = (p for part in (layer, *own_products(layer)) for p in part.parameters(recurse=False))
-    sizes = [size for p in own if not is_lazy(p) and p.dim() > 1 for size in p.shape]
-    if isinstance(layer, RGCNConv):
+    sizes = []
+    for part in (layer, *own_products(layer)):
+        originals: Any = part.parametrizations.parameters() if is_parametrized(part) else ()  # type: ignore[union-attr]
+        own = (*part.parameters(recurse=False), *originals)
+        sizes += [size for p in own if not is_lazy(p) and p.dim() == 2 for size in p.shape]
+    if isinstance(layer, RGCNConv) and layer.num_blocks is None:
         sizes.append(layer.num_relations * layer.in_channels_l)
     return max(sizes, default=0)
 

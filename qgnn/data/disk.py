@@ -3,7 +3,7 @@
 import contextlib
 import errno
 import os
-import threading
+import secrets
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,9 +42,10 @@ def load_whole(file: BinaryIO) -> Any:
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file whole: whatever ends this process, the path holds the old content or the new one.
 
-    What is being written is beside it, in a file of this thread's whose name ends in ``.part``; an error leaves none.
+    What is being written is beside it, in a file of its own whose name ends in ``.part``: an error leaves none of it,
+    and what a kill leaves is of no use.
     """
-    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     try:
         part.write_bytes(content)
         sync(part)

@@ -109,6 +109,8 @@ class QuantizedFeatureStore(FeatureStore):
         if attr.index is None:
             self._entries[_key(attr)] = entry
             self._owned.discard(_key(attr))
+            if isinstance(entry, QTensor) and not isinstance(tensor, QTensor):  # made here
+                self._owned.add(_key(attr))
             return True
         key = _key(attr)
         held = self._entries.get(key)

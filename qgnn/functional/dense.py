@@ -214,7 +214,7 @@ def _report_products(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) 
     if not y.requires_grad:
         return
 
-    def report_gradients(grad: Tensor) -> None:  # which are as large as what they are of
+    def report_gradients(grad: Tensor) -> None:  # a gradient has the bytes of what it is the gradient of
         if x.requires_grad:
             report("matmul.backward_dx", operands=(grad, weight, x))
         if weight.requires_grad:

@@ -84,7 +84,8 @@ def operand(x: Tensor | QTensor, config: QConfig | None, *, shared: bool = False
         if is_recorded(x):
             return functional.quantize(x, nearest)
         return cached((x,), key, lambda: functional.quantize(x, nearest))
-    if config.keeps_codes and (codes := remembered((x,), key)) is not None:  # a checkpoint repeats what they were in
+    # The pass without gradients of a reentrant checkpoint has to take what the other one takes.
+    if config.keeps_codes and (codes := remembered((x,), key)) is not None:
         return codes
     if shared and (config.keeps_codes or not torch.is_grad_enabled()):
         return functional.quantize(x, config, seed=seed, straight_through=True)

@@ -133,7 +133,7 @@ class Quantized:
 
 
 # Names of dense layers in PyG's convolutions.
-_PRODUCTS = (
+PRODUCTS = (
     *("lin", "lin_src", "lin_dst", "lin_edge", "res", "lin_l", "lin_r", "lin_rel", "lin_root", "lins"),
     *("lin_key", "lin_query", "lin_value", "lin_skip", "lin_beta"),
 )
@@ -172,7 +172,7 @@ class QuantizedConv(Quantized):
     def products(self) -> list[nn.Module]:
         """The dense layers that PyG's class has, whose weights the fused path reads; a subclass may have others."""
         assert isinstance(self, MessagePassing)
-        parts = [child for name, child in self.named_children() if name in _PRODUCTS]
+        parts = [child for name, child in self.named_children() if name in PRODUCTS]
         return [linear for part in parts for linear in (part if isinstance(part, nn.ModuleList) else (part,))]
 
     def needs_messages(self, *linears: nn.Module) -> bool:

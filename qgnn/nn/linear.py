@@ -27,6 +27,10 @@ class _Product(Quantized):
         Args:
             x: Rows, as above.
         """
+        return self.product(x)
+
+    def product(self, x: Tensor | QTensor) -> Tensor:
+        """``x`` times the weight, within :meth:`forward`."""
         config = self.active
         out = functional.linear(operand(x, config), self.weight, self.bias, config=config, **self.in_kernel())
         return self.behind_kernel(out)
@@ -84,7 +88,7 @@ class QTorchLinear(_Product, nn.Linear):
         Args:
             input: Rows, as above; torch's name of it.
         """
-        return super().forward(input)
+        return self.product(input)
 
     def _get_name(self) -> str:
         return QLinear.__name__

@@ -224,15 +224,22 @@ def test_a_process_that_cannot_start_ends_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_a_process_whose_device_is_lost_ends(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> None:
-    """The next run has another one: by itself this one would fail them all."""
-    monkeypatch.setattr(pool, "device_is_lost", lambda: is_lost)
+def test_a_process_whose_device_is_lost_gets_no_other_run(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> None:
+    """By itself it would fail them all; whose run it was that lost the device is known."""
+    failed: list[bool] = []
+    monkeypatch.setattr(pool, "device_is_lost", lambda: is_lost and bool(failed))
 
     def pid(run: Any) -> dict[str, int]:
-        if run.seed % 2:
+        if run.seed % 4 == 0:
+            failed.append(True)
             raise RuntimeError("an illegal memory access was encountered")
         return {"pid": os.getpid()}
 
-    found = [outcome for outcome in run_all(runs_of(4), pid, 1, "fork") if outcome.is_final]
-    assert sorted(outcome.result is None for outcome in found) == [False, False, True, True]
-    assert len({outcome.result["pid"] for outcome in found if outcome.result}) == 1 + is_lost
+    found = list(run_all(runs_of(9), pid, 1, "fork"))
+    assert all(outcome.is_final for outcome in found)
+    errors = {outcome.run.seed: outcome.error for outcome in found}
+    assert len(errors) == len(found) == 9
+    assert {seed for seed, error in errors.items() if error is not None} == {0, 4, 8}
+    assert all("illegal memory access" in errors[seed] for seed in (0, 4, 8))
+    pids = {outcome.result["pid"] for outcome in found if outcome.result}
+    assert (len(pids) > 1) == is_lost

@@ -266,6 +266,25 @@ def test_a_layer_whose_forward_was_replaced_keeps_what_stands_behind_it() -> Non
         assert ("somebody replaced its forward" in str(rows["0"].reason)) == (place == 0)
 
 
+def test_a_converted_layer_whose_forward_was_wrapped_is_configured_again() -> None:
+    model, x = nn.Sequential(nn.Linear(K, HIDDEN), nn.Linear(HIDDEN, CLASSES)), torch.randn(N, K)
+    quantize_(model, None)
+    former = model[0].forward
+    model[0].forward = lambda *args: 2 * former(*args)
+    expected = model(x)
+    assert torch.equal(quantize_(model, None)(x), expected)
+    assert quantize_(model, INT8, keep_last=False)[0].config == INT8
+
+
+def test_what_is_within_a_layer_whose_forward_was_replaced_is_left() -> None:
+    conv = pyg.GINConv(nn.Sequential(nn.Linear(K, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES)))
+    conv.forward = conv.forward
+    model = nn.ModuleDict({"conv": conv, "last": nn.Linear(CLASSES, CLASSES)})
+    quantize_(model, INT8, keep_last=False)
+    assert [type(module) for module in conv.nn] == [nn.Linear, nn.ReLU, nn.Linear]
+    assert type(model["last"]) is not nn.Linear
+
+
 def test_a_subclass_of_a_layer_keeps_what_stands_behind_it() -> None:
     class Residual(QLinear):
         def forward(self, x: Tensor) -> Tensor:

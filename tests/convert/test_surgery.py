@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch_geometric import nn as pyg
 from torch_geometric.nn import RGCNConv
 
@@ -166,10 +167,13 @@ def test_sums_that_int32_does_not_hold_stay_in_full_precision() -> None:
             "columns": nn.Linear(wide, 1),
             "rows": nn.Linear(1, wide),
             "relations": RGCNConv(wide // 4, 2, 4, num_bases=1),
+            "parametrized": parametrizations.weight_norm(qnn.QLinear(wide, 1)),
+            "blocks": RGCNConv(wide // 4, wide // 4, 4, num_blocks=wide // 4),
             "narrow": nn.Linear(8, 8),
         }
     )
     quantize_(model, QConfig(), keep_last=False)
     rows = {row.name: row for row in summary(model).rows}
-    assert [name for name, row in rows.items() if row.what == "int8"] == ["narrow"]
-    assert all("sums of more than 131,071 products" in str(rows[n].reason) for n in ("columns", "rows", "relations"))
+    assert [name for name, row in rows.items() if row.what == "int8"] == ["blocks", "narrow"]
+    for name in ("columns", "rows", "relations", "parametrized"):
+        assert "sums of more than 131,071 products" in str(rows[name].reason)

@@ -125,7 +125,8 @@ def test_rows_are_read_in_vectors_of_16_bytes(records: list[Record]) -> None:
         records,
         "_(activation|spmm|sddmm|attention).*kernel|_(quantize|quantize_grid|matmul_dw|blocks_pack)_kernel",
     ):
-        name = record["case"]  # Triton 3.6 makes the loop over a hub's scalars on sm_100 longer than that over its rows
+        name = record["case"]
+        # Triton 3.6 makes the loop over a hub's scalars on sm_100 longer than that over its rows.
         if not re.search("1433|column_major|F64/H8|D8|matmul_dw.*sm_80|gatv2_backward/int8/.*/sm_100", name):
             itemsize = 4 if "fp32" in name else 2 if "bf16" in name else 1
             in_vectors = 16 * record["per_element"].get("global_load_b128", 0)

@@ -11,6 +11,7 @@ import torch
 from qgnn.kernels import matmul_shared, quantize_grid, tuning
 
 from grid_cases import INTEGERS
+from qgnn import rounding
 
 WIDTHS = [1, 2, 7, 16, 33, 128, 130, 256, 257, 602, 1024, 1025, 4096]
 
@@ -242,3 +243,9 @@ def test_numbers_of_nodes_give_at_most_two_kernels(
         bound = 5 if "rows" in kind and max(widths) <= 1024 else 2
         assert _variants("_quantize_grid_kernel", quantize_grid, launches) <= bound, kind
     assert _variants("_matmul_shared_kernel", matmul_shared, product.launches) <= 2
+
+
+def test_kernels_and_operators_have_one_bound_of_int32_sums() -> None:
+    """Kernels import nothing of the package above them."""
+    assert tuning.MAX_INT32_TERMS == rounding.MAX_INT32_TERMS
+    assert tuning.MAX_INT32_TERMS * 128**2 < 2**31 <= (tuning.MAX_INT32_TERMS + 1) * 128**2

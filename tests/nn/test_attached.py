@@ -11,8 +11,10 @@ from torch_geometric import nn as pyg
 
 from graphs import GRAPHS
 from layer_cases import assert_same_pass, passes
+from layers import LAYERS
 from qgnn import QConfig, functional, trace
 from qgnn import nn as qnn
+from qgnn.nn._layer import PRODUCTS
 
 K, M = 8, 6
 EDGES, N = GRAPHS["random"]
@@ -118,3 +120,10 @@ def test_modules_that_no_product_reads_change_no_path(name: str) -> None:
     assert "messages.forward" not in record.ops
     assert layer.operands == "int8"
     assert layer.note is None
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_all_dense_layers_of_pygs_classes_are_known(name: str) -> None:
+    """By their names: hooks on one of another name would go unheard."""
+    parts = LAYERS[name].ours(None).named_modules()
+    assert {place.split(".")[0] for place, part in parts if isinstance(part, pyg.Linear)} <= {*PRODUCTS, "nn", ""}

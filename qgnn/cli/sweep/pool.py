@@ -102,12 +102,15 @@ def run_all(
                     if left:
                         start()
                 else:
-                    following = _take(left, worker.dataset, [other.dataset for other in workers.values()])
+                    others = [other.dataset for other in workers.values()]
+                    following = None if worker.is_lost else _take(left, worker.dataset, others)
                     if following is not None:
                         worker.send(following)
                     else:
                         worker.end()
                         del workers[connection]
+                        if worker.is_lost and left:
+                            start()
                 if outcome is not None:
                     yield outcome
     finally:
@@ -136,6 +139,7 @@ class _Worker:
     def __init__(self, context: Any, execute: Execute) -> None:
         self.connection, theirs = context.Pipe()
         self.dataset: str | None = None
+        self.is_lost = False  # whether its device serves no other run
         self._is_ready = False
         self._run: RunSpec | None = None
         self._since = 0.0
@@ -156,7 +160,7 @@ class _Worker:
             self._is_ready = True
             return None
         assert self._run is not None
-        text, error, trace = message
+        text, error, trace, self.is_lost = message
         outcome = Outcome(self._run, text and json.loads(text), error, trace, time.monotonic() - self._since)
         self._run = None
         return outcome
@@ -214,9 +218,7 @@ def _work(connection: Connection, execute: Execute) -> None:
             message = json.dumps(execute(run)), None, None
         except Exception as error:
             message = None, f"{type(error).__name__}: {' '.join(str(error).split())}", traceback.format_exc()
-        connection.send(message)
-        if device_is_lost():
-            os._exit(1)  # another process gets the next run
+        connection.send((*message, device_is_lost()))
 
 
 def _end_with_parent() -> None:
