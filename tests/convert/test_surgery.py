@@ -168,7 +168,7 @@ def test_sums_that_int32_does_not_hold_stay_in_full_precision() -> None:
             "rows": nn.Linear(1, wide),
             "relations": RGCNConv(wide // 4, 2, 4, num_bases=1),
             "parametrized": parametrizations.weight_norm(qnn.QLinear(wide, 1)),
-            "blocks": RGCNConv(wide // 4, wide // 4, 4, num_blocks=wide // 4),
+            "blocks": RGCNConv(wide // 4, 8, 4, num_blocks=8),
             "narrow": nn.Linear(8, 8),
         }
     )
