@@ -332,7 +332,7 @@ def _measure(
                 _prepare(entry, reference, device)
             except UnavailableError as reason:
                 say(provider.name, f"not available: {reason}")
-                entries.remove(entry)
+                entries.pop()
                 continue
         if entry.ok and not entry.error <= provider.tolerance:
             say(provider.name, f"relative error {entry.error:.3g} is over {provider.tolerance:.3g}")
