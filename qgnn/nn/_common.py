@@ -84,8 +84,9 @@ def operand(x: Tensor | QTensor, config: QConfig | None, *, shared: bool = False
         if is_recorded(x):
             return functional.quantize(x, nearest)
         return cached((x,), key, lambda: functional.quantize(x, nearest))
-    # The pass without gradients of a reentrant checkpoint has to take what the other one takes.
-    if config.keeps_codes and (codes := remembered((x,), key)) is not None:
+    # The pass without gradients of a reentrant checkpoint has to take what the other one takes. A CUDA graph replays on
+    # other rows.
+    if config.keeps_codes and not is_recorded(x) and (codes := remembered((x,), key)) is not None:
         return codes
     if shared and (config.keeps_codes or not torch.is_grad_enabled()):
         return functional.quantize(x, config, seed=seed, straight_through=True)

@@ -137,3 +137,13 @@ def test_transforms_of_torch_func_are_refused_by_name() -> None:
     layer, x = QLinear(K, M, config=NEAREST), torch.randn(3, N, K)
     with pytest.raises(NotImplementedError, match=r"'torch.func' does not transform operators of qgnn"):
         torch.func.vmap(layer)(x)
+
+
+def test_a_graph_that_is_recorded_takes_no_codes_of_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass without gradients takes what is remembered of constants, but replays run on what the rows are by then."""
+    x, config = torch.randn(8, 6), QConfig()
+    remembered = operand(x, config)
+    with torch.no_grad():
+        assert operand(x, config) is remembered
+        monkeypatch.setattr("qgnn.nn._common.is_recorded", lambda _: True)
+        assert operand(x, config) is x
